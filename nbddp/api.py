@@ -1,0 +1,193 @@
+"""The Python entry points: what the magics do, as functions."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbddp.config import TrainConfig, read_settings
+from nbddp.errors import ConfigError
+from nbddp.kernel.request import HOOKS, Named, Request
+from nbddp.kernel.run import Run, attach, last_run, run_root, runs
+from nbddp.rundir import prune_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+__all__ = ["attach", "last_run", "plan", "prune", "runs", "train"]
+
+
+def train(
+    model: object,
+    data: object,
+    val_data: object = None,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    training_step: Callable[[Any, Any], Any] | None = None,
+    validation_step: Callable[[Any, Any], Any] | None = None,
+    optimizer: Any = None,  # noqa: ANN401 - a hook, or the name of an optimizer
+    scheduler: Callable[[Any], Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: TrainConfig | Mapping[str, object] | str | Path | None = None,
+    background: bool = False,
+    note: str | None = None,
+    **options: object,
+) -> Run:
+    """Train a model of this process on several ranks, each in a process of its own; the weights come back into it.
+
+    Args:
+        model: a torch.nn.Module; written to in place at the end.
+        data: a map-style dataset, or a plain DataLoader, which is taken apart.
+        val_data: the same for validation.
+        loss: ``loss(output, target)``, a mean over samples; batches are ``(*inputs, target)``.
+        training_step: ``training_step(model, batch)`` instead of a loss: returns the scalar loss, or a dict with ``loss``.
+        validation_step: the same for validation; default: the training step.
+        optimizer: ``optimizer(model)``, or the name of one.
+        scheduler: ``scheduler(optimizer)``.
+        collate_fn: makes a batch of a list of samples.
+        config: options as a TrainConfig, a dict or a YAML file; `options` win over them.
+        background: return at once; ``run.wait()`` waits and loads the weights.
+        note: kept with the run.
+        **options: fields of `TrainConfig`.
+
+    Returns:
+        the run.
+
+    Raises:
+        ConfigError, BundleError: before anything is started.
+        RunFailed: where the run fails; `WorkerError` says on which rank and line.
+    """
+    requested = time.time()
+    from nbddp.kernel.train import train as run_training
+
+    hooks = {
+        "loss": loss,
+        "training_step": training_step,
+        "validation_step": validation_step,
+        "scheduler": scheduler,
+        "collate_fn": collate_fn,
+        "optimizer": None if isinstance(optimizer, str) else optimizer,
+    }
+    if isinstance(optimizer, str):
+        options["optimizer"] = optimizer
+    return run_training(_request(model, data, val_data, hooks, config, options, requested=requested, background=background, note=note))
+
+
+def plan(
+    model: object,
+    data: object,
+    val_data: object = None,
+    *,
+    config: TrainConfig | Mapping[str, object] | str | Path | None = None,
+    **options: object,
+) -> None:
+    """Print what `train` with these arguments would do; starts nothing.
+
+    Raises:
+        ConfigError: a wrong value, its rule and the remedy.
+    """
+    from nbddp.kernel.train import dry_run
+
+    hooks = {name: options.pop(name) for name in HOOKS if name in options and not (name == "optimizer" and isinstance(options[name], str))}
+    dry_run(_request(model, data, val_data, hooks, config, options, requested=time.time()))
+
+
+def prune(root: str | Path | None = None, *, keep: int = 20, older_than_days: float = 30, dry_run: bool = True) -> list[str]:
+    """Delete old runs, and staged data that nobody needs any more.
+
+    Args:
+        root: folder of the run directories; default: this kernel's.
+        keep: the newest runs that stay in any case.
+        older_than_days: only runs older than this are deleted.
+        dry_run: only say which.
+
+    Returns:
+        the ids of the runs that were, or would be, deleted.
+
+    Raises:
+        ConfigError: for negative numbers.
+    """
+    for name, value in (("keep", keep), ("older_than_days", older_than_days)):
+        if value < 0:
+            message = f"{name}={value} must be at least 0"
+            raise ConfigError(message)
+    return [run.id for run in prune_runs(run_root(root), keep=keep, older_than_days=older_than_days, dry_run=dry_run)]
+
+
+def _request(
+    model: object,
+    data: object,
+    val_data: object,
+    hooks: Mapping[str, object],
+    config: TrainConfig | Mapping[str, object] | str | Path | None,
+    options: Mapping[str, object],
+    *,
+    requested: float,
+    background: bool = False,
+    note: str | None = None,
+) -> Request:
+    caller = _caller()
+    clash = sorted(set(HOOKS) & set(options) - {"optimizer"})
+    wrong = {name: options[name] for name in clash}
+    main, cells, cell = _notebook()
+    return Request(
+        model=Named(_name_of(model, caller, "model"), model),
+        data=Named(_name_of(data, caller, "data"), data),
+        val=None if val_data is None else Named(_name_of(val_data, caller, "val_data"), val_data),
+        options=_options(config, {name: value for name, value in options.items() if name not in wrong}),
+        hooks={**hooks, **wrong},
+        requested=requested,
+        note=note,
+        background=background,
+        cell=cell,
+        main=main,
+        cells=cells,
+    )
+
+
+def _options(config: TrainConfig | Mapping[str, object] | str | Path | None, options: Mapping[str, object]) -> dict[str, object]:
+    """The fields of `config`, and `options` over them."""
+    if config is None:
+        base = TrainConfig()
+    elif isinstance(config, TrainConfig):
+        base = config
+    elif isinstance(config, str | Path):
+        from nbddp.kernel.settings import settings
+
+        base = settings(str(config))
+    else:
+        base = read_settings(config)
+    over = TrainConfig(**options)
+    return {name: getattr(source, name) for source in (base, over) for name in source.given}
+
+
+def _caller() -> FrameType | None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return frame
+
+
+def _name_of(value: object, caller: FrameType | None, default: str) -> str:
+    """How the caller calls an object, for messages."""
+    if caller is not None:
+        for scope in (caller.f_locals, caller.f_globals):
+            for name, other in scope.items():
+                if other is value and not name.startswith("_"):
+                    return name
+    return default
+
+
+def _notebook() -> tuple[Any, Any, Any]:
+    """The notebook's `__main__`, its cells and the running one; nothing of it in a script."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None:
+        return sys.modules.get("__main__"), {}, None
+    from nbddp.kernel.cells import running_cell, sources
+
+    return shell.user_module, sources(shell), running_cell(shell)

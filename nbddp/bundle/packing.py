@@ -1,0 +1,202 @@
+"""Takes objects of the kernel apart into pickle streams and byte ranges; nothing is written here.
+
+Runs in the kernel. Whatever can't travel is refused at this point, by name.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from nbddp.bundle.arrays import INLINE_BYTES, reduce_array
+from nbddp.bundle.culprit import find_path
+from nbddp.bundle.pickler import NotebookPickler
+from nbddp.bundle.refusals import Refused, explain, in_graph, refusal_for
+from nbddp.bundle.regions import Regions, Stored, View, storage_key
+from nbddp.bundle.tensors import recomputed_tensors, reduce_module, reduce_tensor
+from nbddp.errors import BundleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
+
+    from nbddp.bundle.regions import Blob, Key, Place
+
+# Long enough to reach back from a temporary object of a reduction to something that has a name.
+TRAIL = 64
+MANY_ITEMS = 10_000
+_COPIED = (type, torch.nn.Module, str, bytes, tuple, np.dtype, np.generic)
+
+
+class Address(NamedTuple):
+    """An object of another stream: number of its archive (0 is the one at hand), index in the stream's memo."""
+
+    archive: int
+    index: int
+
+
+@dataclass
+class Packed:
+    """What one archive will hold.
+
+    Attributes:
+        streams: pickled objects by name.
+        blobs: the memory to store.
+        places: where each view of the streams is found.
+        archives: hashes of the other archives that streams and places refer to, numbered from 1.
+        filenames: file names of all code in the streams.
+    """
+
+    streams: dict[str, bytes]
+    blobs: list[Blob]
+    places: list[Place]
+    archives: list[str]
+    filenames: set[str]
+
+
+@dataclass
+class Source:
+    """An archive that others may refer to: its hash, its memory, and the objects in it by id, which are kept alive along with their ids."""
+
+    hash: str
+    stored: Stored
+    objects: dict[int, tuple[int, object]] = field(default_factory=dict)
+
+
+class Packer:
+    """Packs the streams of one archive, which may refer to each other and to the archives ``sources``."""
+
+    def __init__(self, main: ModuleType, sources: Sequence[Source] = ()) -> None:
+        self._main = main
+        self._sources = sources
+        self._regions = Regions([source.stored for source in sources])
+        self._streams: dict[str, bytes] = {}
+        self._filenames: set[str] = set()
+        self._own: dict[int, tuple[int, object]] = {}
+
+    def add(self, stream: str, obj: object, names: Mapping[str, object], *, share: bool) -> None:
+        """Pickle ``obj`` as a stream; ``share``: what the sources and earlier streams hold is referred to.
+
+        ``names`` are the objects in it that the user has names for. Raises BundleError with the path from such a name to what can't travel.
+        """
+        shared: dict[int, Address] = {}
+        if share:
+            for number, source in reversed(list(enumerate(self._sources, start=1))):
+                shared.update((key, Address(number, index)) for key, (index, _) in source.objects.items())
+            shared.update((key, Address(0, index)) for key, (index, _) in self._own.items())
+        buffer = io.BytesIO()
+        pickler = _ArchivePickler(buffer, main=self._main, regions=self._regions, shared=shared, share=share)
+        try:
+            pickler.dump(obj)
+        except Exception as error:  # noqa: BLE001 - pickling runs the user's __getstate__ and __reduce__
+            raise _refusal(error, pickler.trail, names) from (None if isinstance(error, Refused) else error)
+        self._streams[stream] = buffer.getvalue()
+        self._filenames |= pickler.filenames
+        self._own = {key: (index, kept) for key, (index, kept) in pickler.memo.copy().items() if not isinstance(kept, (str, bytes, type(None)))}
+
+    def finish(self) -> Packed:
+        """Settle which memory is stored where."""
+        blobs, places = self._regions.settle()
+        return Packed(self._streams, blobs, places, [source.hash for source in self._sources], self._filenames)
+
+    def data_objects(self, root: object) -> dict[int, tuple[int, object]]:
+        """The last stream's objects worth a reference from elsewhere: data, and not every small thing, so that archives stay independent where they can."""
+        return {key: entry for key, entry in self._own.items() if entry[1] is root or _is_data(entry[1])}
+
+
+def _is_data(obj: object) -> bool:
+    if isinstance(obj, Dataset):
+        return True
+    if isinstance(obj, (torch.Tensor, np.ndarray)):
+        return obj.nbytes >= INLINE_BYTES
+    if isinstance(obj, _COPIED):
+        return False
+    if isinstance(obj, (list, dict, set, frozenset, deque)):
+        return len(obj) >= MANY_ITEMS
+    return hasattr(type(obj), "__getitem__") and hasattr(type(obj), "__len__")
+
+
+def _refusal(error: Exception, trail: Sequence[object], names: Mapping[str, object]) -> BundleError:
+    """Turn what went wrong while pickling into an error that names the culprit, the last object that pickle came to."""
+    path = find_path(names, trail)
+    cause = error.__cause__ if isinstance(error.__cause__, RecursionError) else error
+    if isinstance(cause, RecursionError):
+        message = f"{path}: nested too deeply to be sent to another process; keep such chains flat, in a list"
+    elif isinstance(error, Refused):
+        message = f"{path}: {error}"
+    else:
+        message = f"{path}: {explain(trail[-1], error) if trail else error}"
+    return BundleError(message)
+
+
+class _ArchivePickler(NotebookPickler):
+    """Leaves memory out of the stream, refers to shared objects, and refuses what would not arrive as it was."""
+
+    def __init__(self, file: io.BytesIO, *, main: ModuleType, regions: Regions, shared: Mapping[int, Address], share: bool) -> None:
+        super().__init__(file, main=main)
+        self.trail: deque[object] = deque(maxlen=TRAIL)
+        self._regions = regions
+        self._shared = shared
+        self._share = share
+        self._by_type: dict[type, Callable[[Any], Any] | None] = {}
+        self._recomputed: dict[int, torch.Tensor] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """Name what is not in the stream; called for every object, so the cheapest question comes first."""
+        if address := self._shared.get(id(obj)):
+            return ("object", *address)
+        if isinstance(obj, View):
+            return "view", obj.index
+        if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
+            untyped = obj if isinstance(obj, torch.UntypedStorage) else obj._untyped_storage
+            view = self._note(storage_key(untyped), untyped, 0, untyped.nbytes())
+            return "storage", view.index, None if isinstance(obj, torch.UntypedStorage) else obj.dtype
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce by type; what is done for a type is looked up once."""
+        self.trail.append(obj)
+        cls = type(obj)
+        try:
+            reduce = self._by_type[cls]
+        except KeyError:
+            reduce = self._by_type[cls] = self._reducer_for(cls)
+        return NotImplemented if reduce is None else reduce(obj)
+
+    def _reducer_for(self, cls: type) -> Callable[[Any], Any] | None:
+        refusal = refusal_for(cls)
+        if issubclass(cls, torch.Tensor):
+            reduce: Callable[[Any], Any] | None = self._tensor
+        elif issubclass(cls, np.ndarray):
+            reduce = lambda array: reduce_array(array, self._note)  # noqa: E731 - one of several reducers
+        elif issubclass(cls, torch.nn.Module):
+            reduce = self._module
+        else:
+            reduce = super().reducer_override
+
+        def checked(obj: Any) -> Any:
+            reduced = super(_ArchivePickler, self).reducer_override(obj) if issubclass(cls, io.IOBase) else NotImplemented
+            if reduced is NotImplemented and refusal is not None and (text := refusal(obj)):
+                raise Refused(text)
+            return reduce(obj)
+
+        return checked if refusal is not None else reduce
+
+    def _note(self, key: Key, keep: object, low: int, high: int) -> View:
+        return self._regions.view(key, keep, low, high, share=self._share)
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        self._recomputed.update((id(tensor), tensor) for tensor in recomputed_tensors(module))
+        return reduce_module(module)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        has_history = tensor.requires_grad and not tensor.is_leaf
+        if has_history and id(tensor) not in self._recomputed:
+            raise Refused(in_graph(tensor))
+        return reduce_tensor(tensor, self._note, detach=has_history)

@@ -1,0 +1,384 @@
+"""TrainConfig: every option of a run, defined once.
+
+The same definition makes the flags of the magics, the keywords of `nbddp.train`, the keys of a settings file and the table in the
+documentation. Used in every process; imports neither torch nor Jupyter.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from nbddp.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Group = Literal["ranks and batch", "length", "data", "optimisation", "precision and speed", "normalization", "checkpoints", "launch", "trackers"]
+
+_EVERY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?|min|minutes?)?\s*$")
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|seconds?|min|minutes?|h|hours?)?\s*$")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _every(value: object) -> object:
+    """Write ``2`` as ``"2 epochs"``, ``"500 steps"`` and ``"10 min"`` in one spelling."""
+    match = None if isinstance(value, bool) else _EVERY.match(str(value))
+    if match is None or int(match[1]) < 1:
+        rule = "must be a number of epochs (2), of steps (500 steps) or of minutes (10 min), at least 1"
+        raise ValueError(rule)
+    count, unit = int(match[1]), (match[2] or "epochs")[0]
+    word = {"e": "epoch", "s": "step", "m": "min"}[unit]
+    return f"{count} {word}" if word == "min" or count == 1 else f"{count} {word}s"
+
+
+def _every_steps_or_epochs(value: object) -> object:
+    text = str(_every(value))
+    if text.endswith("min"):
+        rule = "must be a number of epochs (2) or of steps (500 steps)"
+        raise ValueError(rule)
+    return text
+
+
+def _duration(value: object) -> object:
+    """Turn ``"90 s"``, ``"10 min"`` and ``"2 h"`` into seconds."""
+    if value is None or isinstance(value, float):
+        return value
+    match = None if isinstance(value, bool) else _DURATION.match(str(value))
+    if match is None:
+        rule = "must be a duration: seconds (90), or 90 s, 10 min, 2 h"
+        raise ValueError(rule)
+    return float(match[1]) * _SECONDS[(match[2] or "s")[0]]
+
+
+def _devices(value: object) -> object:
+    """Turn ``"0,1"``, ``0`` and ``[0, 1]`` into a tuple of indices; ``auto`` and ``cpu`` stay."""
+    if value in ("auto", "cpu"):
+        return value
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(parts, list | tuple) and parts and all(not isinstance(p, bool) and str(p).strip().isdigit() for p in parts):
+        indices = tuple(int(p) for p in parts)
+        if len(set(indices)) == len(indices):
+            return indices
+    rule = "must be auto, cpu or distinct GPU indices such as 0,1"
+    raise ValueError(rule)
+
+
+_PRECISIONS = {
+    **dict.fromkeys(["auto"], "auto"),
+    **dict.fromkeys(["bf16", "bf16-mixed", "bfloat16"], "bf16"),
+    **dict.fromkeys(["fp16", "16", "16-mixed", "float16"], "fp16"),
+    **dict.fromkeys(["fp32", "32", "32-true", "float32", "no"], "fp32"),
+}
+
+
+def _precision(value: object) -> object:
+    """Understand Lightning's and accelerate's words for a precision."""
+    word = str(value).lower()
+    if word in ("64", "64-true", "float64", "double"):
+        rule = "is the model's own matter: net.double() and --precision fp32, which keeps the dtype of parameters and batches"
+        raise ValueError(rule)
+    if word not in _PRECISIONS:
+        rule = f"must be one of auto, bf16, fp16, fp32 (or Lightning's and accelerate's words).{suggest(word, _PRECISIONS)}"
+        raise ValueError(rule)
+    return _PRECISIONS[word]
+
+
+def _auto_none(value: object) -> object:
+    return None if isinstance(value, str) and value.lower() in ("auto", "none") else value
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        rule = "must be a number"
+        raise ValueError(rule)  # noqa: TRY004 - pydantic collects ValueError, not TypeError
+    return value
+
+
+def _flag(value: object) -> object:
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Flag = Annotated[StrictBool, BeforeValidator(_flag)]
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
+
+
+def _option(default: object, help_: str, group: Group, **extra: object) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
+    return Field(default=default, description=help_, json_schema_extra={"group": group, **extra}, validate_default=False)  # type: ignore[arg-type]
+
+
+class TrainConfig(BaseModel):
+    """Every option of a training run, checked, frozen and serialisable.
+
+    Raises:
+        ConfigError: for an unknown name, a wrong value or two options that exclude each other; the message says the rule and the remedy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nproc: Annotated[Count | None, BeforeValidator(_auto_none)] = _option(None, "ranks on this node; default: all visible GPUs, else 1", "ranks and batch")
+    devices: Annotated[Literal["auto", "cpu"] | tuple[int, ...], BeforeValidator(_devices)] = _option(
+        "auto", "auto, cpu, or GPU indices such as 0,1", "ranks and batch"
+    )
+    backend: Literal["auto", "nccl", "gloo"] = _option("auto", "process-group backend", "ranks and batch")
+    batch_size: Count | None = _option(None, "global batch, samples per optimizer step over all ranks; default: 32 per rank and micro-batch", "ranks and batch")
+    per_rank_batch_size: Count | None = _option(None, "samples per rank and optimizer step; excludes batch_size", "ranks and batch")
+    val_batch_size: Count | None = _option(None, "global batch of the validation; default: batch_size", "ranks and batch")
+    accumulate: Count = _option(1, "micro-batches per optimizer step; the inner ones are not synchronised", "ranks and batch")
+
+    epochs: Count = _option(1, "passes over the data, as a total; unlimited when max_steps or max_time is given and this is not", "length")
+    max_steps: Count | None = _option(None, "optimizer steps, as a total", "length")
+    max_time: Annotated[Positive | None, BeforeValidator(_duration)] = _option(None, "wall-clock limit of the training: 90 s, 10 min, 2 h", "length", unit="s")
+
+    shuffle: Flag = _option(True, "draw a new order of the samples in every epoch", "data")
+    drop_last: Flag = _option(True, "leave out the samples that do not fill a whole batch", "data")
+    val_split: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, lt=1)] | None = _option(
+        None, "share of the training data to validate on, drawn with the seed", "data"
+    )
+    num_workers: CountOrZero = _option(0, "loader workers, the total over this node's ranks", "data")
+    prefetch_factor: Count = _option(2, "batches that each loader worker holds ready", "data")
+    persistent_workers: Flag = _option(True, "keep loader workers between epochs", "data")
+    pin_memory: Annotated[Flag | None, BeforeValidator(_auto_none)] = _option(None, "page-locked host memory for batches; default: on GPUs", "data")
+    seed: CountOrZero = _option(0, "seed of the sample order and of the ranks' random streams", "data")
+
+    optimizer: Literal["adam", "adamw", "sgd", "adagrad", "rmsprop", "lbfgs"] = _option("adamw", "optimizer, where no hook makes one", "optimisation")
+    lr: NotNegative | None = _option(None, "learning rate; default: torch's own for the optimizer", "optimisation")
+    weight_decay: NotNegative | None = _option(None, "weight decay; default: torch's own for the optimizer", "optimisation")
+    momentum: NotNegative | None = _option(None, "momentum of sgd and rmsprop", "optimisation")
+    fused: Flag = _option(False, "fused kernels of adam, adamw, adagrad, sgd", "optimisation")
+    lr_scale: Literal["linear", "sqrt"] | None = _option(None, "scale lr with batch_size / base_batch_size", "optimisation")
+    base_batch_size: Count | None = _option(None, "the batch that lr was tuned for", "optimisation")
+    warmup_steps: CountOrZero = _option(0, "steps over which lr grows from 0", "optimisation")
+    schedule: Literal["constant", "linear", "cosine", "plateau"] = _option("constant", "learning-rate schedule", "optimisation")
+    scheduler_interval: Literal["step", "epoch"] = _option("step", "when the scheduler of the hook advances", "optimisation")
+    clip_norm: Positive | None = _option(None, "largest norm of the gradient; larger ones are scaled down", "optimisation")
+    on_nan: Literal["warn", "skip", "stop"] = _option("warn", "what a step with a non-finite loss or gradient does", "optimisation")
+
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(_precision)] = _option(
+        "auto", "auto, bf16, fp16 (loss scaling), fp32 (no autocast)", "precision and speed"
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = _option("highest", "torch.set_float32_matmul_precision", "precision and speed")
+    cudnn_benchmark: Flag = _option(True, "let cuDNN time its kernels", "precision and speed")
+    compile: Flag = _option(False, "torch.compile", "precision and speed")
+    compile_mode: Literal["reduce-overhead", "max-autotune"] | None = _option(None, "mode of torch.compile", "precision and speed")
+    compile_cache_dir: Path | None = _option(None, "folder on node-local disk for compiled code", "precision and speed")
+    compile_timeout_s: Positive = _option(3600.0, "how long compiling may take", "precision and speed", unit="s")
+    find_unused_parameters: Flag = _option(False, "let DDP search for parameters that a step does not use", "precision and speed")
+    static_graph: Flag = _option(False, "tell DDP that every step uses the same parameters", "precision and speed")
+    gradient_as_bucket_view: Flag = _option(True, "gradients live in DDP's buckets", "precision and speed")
+    bucket_cap_mb: Positive = _option(25.0, "size of DDP's gradient buckets", "precision and speed", unit="MB")
+    grad_compression: Literal["bf16", "fp16", "powersgd"] | None = _option(None, "compress gradients on the wire", "precision and speed")
+
+    norm: str | dict[str, str] = _option("auto", "what becomes of BatchNorm: auto, keep, sync, layer, group, none, or pattern=value", "normalization")
+
+    val_every: Annotated[str, BeforeValidator(_every_steps_or_epochs)] = _option("1 epoch", "how often to validate: 2, 500 steps", "checkpoints")
+    monitor: str = _option("val_loss", "recorded value that decides which checkpoint is best; loss where nothing is validated", "checkpoints")
+    mode: Literal["min", "max"] = _option("min", "whether a smaller or a larger monitored value is better", "checkpoints")
+    min_delta: NotNegative = _option(0.0, "smallest change of the monitored value that counts", "checkpoints")
+    patience: Count | None = _option(None, "validations without a better value after which the run ends", "checkpoints")
+    checkpoint_every: Annotated[str, BeforeValidator(_every)] = _option("1 epoch", "how often to write last.pt: 2, 500 steps, 10 min", "checkpoints")
+    keep_last: Count = _option(1, "how many of the periodic checkpoints to keep", "checkpoints")
+    resume: str | None = _option(None, "go on from: last, a run, or a checkpoint file", "checkpoints")
+    init: str = _option("current", "weights to start from: current, initial, a run, or a checkpoint file", "checkpoints")
+    load: Literal["auto", "last", "best", "none"] = _option("auto", "weights that end up in the model: auto is best with patience, else last", "checkpoints")
+
+    launcher: Literal["local", "slurm", "htcondor", "torchrun"] = _option("local", "how the ranks are started", "launch")
+    nnodes: Count = _option(1, "nodes of the run", "launch")
+    max_restarts: CountOrZero = _option(0, "restarts of the group after a failure", "launch")
+    slurm: str | None = _option(None, "options for sbatch", "launch")
+    requeue: Flag = _option(False, "let the cluster queue the run again", "launch")
+    extra_submit_lines: str | None = _option(None, "lines for the submit file, verbatim", "launch")
+    prologue: str | None = _option(None, "shell lines to run before the ranks", "launch")
+    pass_env: str | None = _option(None, "environment variables to pass on", "launch")
+    run_root: Path | None = _option(None, "folder for run directories; default: nbddp_runs beside the notebook", "launch")
+    name: str | None = _option(None, "name of the run; default: the model's class", "launch")
+    process_group_timeout_s: Positive = _option(600.0, "how long a collective may wait", "launch", unit="s")
+    hang_after_s: Positive = _option(120.0, "the run has failed when no rank made progress for this long", "launch", unit="s")
+    on_kernel_exit: Literal["auto", "stop", "continue"] = _option("auto", "auto: stop with a checkpoint, in the background continue", "launch")
+    wandb: str | None = _option(None, "project=...,group=...", "trackers")
+    tensorboard: str | None = _option(None, "folder for TensorBoard", "trackers")
+
+    def __init__(self, **values: Any) -> None:  # noqa: ANN401 - pydantic checks the values
+        values = {_known(name): value for name, value in values.items()}
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_message(error)) from None
+
+    @model_validator(mode="after")
+    def _exclusions(self) -> TrainConfig:
+        for rule in _RULES:
+            if (problem := rule(self)) is not None:
+                raise ValueError(problem)
+        return self
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that were set, whatever their value."""
+        return frozenset(self.model_fields_set)
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from their default, in the order of definition."""
+        return {name: getattr(self, name) for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+
+    def replace(self, **values: object) -> TrainConfig:
+        """Return a copy in which ``values`` are set, checked again."""
+        return TrainConfig(**{**{name: getattr(self, name) for name in self.model_fields_set}, **values})
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that were set, as plain types; `TrainConfig(**...)` of it is equal."""
+        return self.model_dump(mode="json", include=set(self.model_fields_set))
+
+
+SYNONYMS = {
+    "n": "nproc",
+    "num_gpus": "nproc",
+    "nproc_per_node": "nproc",
+    "num_processes": "nproc",
+    "world_size": "nproc",
+    "gpus": "devices",
+    "global_batch_size": "batch_size",
+    "train_batch_size": "batch_size",
+    "per_device_batch_size": "per_rank_batch_size",
+    "per_device_train_batch_size": "per_rank_batch_size",
+    "eval_batch_size": "val_batch_size",
+    "gradient_accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "learning_rate": "lr",
+    "max_grad_norm": "clip_norm",
+    "gradient_clip_val": "clip_norm",
+    "grad_clip": "clip_norm",
+    "lr_scheduler_type": "schedule",
+    "lr_scheduler": "schedule",
+    "mixed_precision": "precision",
+    "torch_compile": "compile",
+    "torch_compile_cache_dir": "compile_cache_dir",
+    "float32_matmul_precision": "matmul_precision",
+    "benchmark": "cudnn_benchmark",
+    "save_total_limit": "keep_last",
+    "save_every": "checkpoint_every",
+    "check_val_every_n_epoch": "val_every",
+    "early_stopping_patience": "patience",
+    "dataloader_num_workers": "num_workers",
+    "workers": "num_workers",
+    "ddp_find_unused_parameters": "find_unused_parameters",
+    "timeout": "process_group_timeout_s",
+}
+"""Names that other tools give to a field."""
+
+
+def _known(name: str) -> str:
+    field = SYNONYMS.get(name, name)
+    if field not in TrainConfig.model_fields:
+        message = f"{name} is not an option.{suggest(name, [*TrainConfig.model_fields, *SYNONYMS])}"
+        raise ConfigError(message)
+    return field
+
+
+def read_settings(values: Mapping[str, object]) -> TrainConfig:
+    """Make a TrainConfig of a settings file's keys (fields, or their synonyms).
+
+    Raises:
+        ConfigError: for unknown keys and for the layouts of other systems, which are not available yet.
+    """
+    foreign = sorted({"local", "training", "trainer", "dataloaders", "gpus"} & set(values))
+    if foreign and any(isinstance(values[key], dict | list) for key in foreign):
+        message = f"{', '.join(foreign)}: settings files of other systems are not available yet; write the options of `nbddp.TrainConfig` as keys"
+        raise ConfigError(message)
+    return TrainConfig(**dict(values))
+
+
+def _later(name: str, value: object) -> str:
+    return f"{name}={value} is not available yet: leave {name} out"
+
+
+# What a later version brings; refused rather than ignored.
+_LATER: dict[str, Callable[[Any], bool]] = {
+    "precision": lambda v: v in ("bf16", "fp16"),
+    "compile": bool,
+    "compile_mode": lambda v: v is not None,
+    "compile_cache_dir": lambda v: v is not None,
+    "compile_timeout_s": lambda v: v != 3600.0,
+    "optimizer": lambda v: v == "lbfgs",
+    "lr_scale": lambda v: v is not None,
+    "base_batch_size": lambda v: v is not None,
+    "warmup_steps": lambda v: v != 0,
+    "schedule": lambda v: v != "constant",
+    "norm": lambda v: v not in ("auto", "keep"),
+    "grad_compression": lambda v: v is not None,
+    "patience": lambda v: v is not None,
+    "resume": lambda v: v is not None,
+    "launcher": lambda v: v != "local",
+    "nnodes": lambda v: v != 1,
+    "max_restarts": lambda v: v != 0,
+    "slurm": lambda v: v is not None,
+    "requeue": bool,
+    "extra_submit_lines": lambda v: v is not None,
+    "prologue": lambda v: v is not None,
+    "pass_env": lambda v: v is not None,
+    "wandb": lambda v: v is not None,
+    "tensorboard": lambda v: v is not None,
+}
+
+FUSED_OPTIMIZERS = ("adam", "adamw", "adagrad", "sgd")
+NORMS = ("auto", "keep", "sync", "layer", "group", "none")
+
+
+def _one_batch_size(config: TrainConfig) -> str | None:
+    if config.batch_size is not None and config.per_rank_batch_size is not None:
+        return "batch_size is the global batch and per_rank_batch_size a rank's share of it: give one of the two"
+    return None
+
+
+def _fused_exists(config: TrainConfig) -> str | None:
+    if config.fused and config.optimizer not in FUSED_OPTIMIZERS:
+        return f"fused=True: {config.optimizer} has no fused kernels; {', '.join(FUSED_OPTIMIZERS)} have"
+    return None
+
+
+def _momentum_exists(config: TrainConfig) -> str | None:
+    if config.momentum is not None and config.optimizer not in ("sgd", "rmsprop"):
+        return f"momentum={config.momentum}: {config.optimizer} has none; sgd and rmsprop have"
+    return None
+
+
+def _known_norm(config: TrainConfig) -> str | None:
+    for value in [config.norm] if isinstance(config.norm, str) else config.norm.values():
+        if value not in NORMS:
+            return f"norm={value} must be one of {', '.join(NORMS)}.{suggest(value, NORMS)}"
+    return None
+
+
+def _available(config: TrainConfig) -> str | None:
+    for name, later in _LATER.items():
+        if later(value := getattr(config, name)):
+            return _later(name, value)
+    return None
+
+
+_RULES = (_one_batch_size, _fused_exists, _momentum_exists, _known_norm, _available)
+
+
+def _message(error: ValidationError) -> str:
+    """One sentence per problem: name, wrong value, rule."""
+    lines = []
+    for problem in error.errors():
+        where, text = problem["loc"], problem["msg"].removeprefix("Value error, ")
+        if not where:
+            lines.append(text)
+            continue
+        text = text.replace("Input should be", "must be")
+        line = f"{where[0]}={problem['input']!r} {text}"
+        if line not in lines and not any(other.startswith(f"{where[0]}=") for other in lines):
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,231 @@
+"""The static card of a run: what stays in the notebook when the view is gone, and in the run directory as card.html.
+
+Made in the kernel of a RunState, so that attaching to a finished run shows the same. Imports no Jupyter; front ends find `_repr_mimebundle_`.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbddp.kernel import markup
+from nbddp.kernel.figure import loss_png
+from nbddp.kernel.tail import rendered
+from nbddp.kernel.text import bytes_text, clock_text, count_text, rate_text, seconds_text, share_text, short_id, value_text
+from nbddp.rundir import write_atomically
+from nbddp.state import PHASES
+
+if TYPE_CHECKING:
+    from nbddp.rundir import RunDir
+    from nbddp.state import RunState
+
+PNG_BYTES = 60_000
+NOTES = 8
+TRACEBACK_LINES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A run in three formats; `html` holds the picture itself and needs no other file."""
+
+    html: str = field(repr=False)
+    png: bytes | None = field(repr=False)
+    text: str
+
+    def mimebundle(self) -> dict[str, Any]:
+        """The data of a display."""
+        data: dict[str, Any] = {"text/html": self.html, "text/plain": self.text}
+        if self.png is not None:
+            data["image/png"] = base64.b64encode(self.png).decode("ascii")
+        return data
+
+    def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
+        return self.mimebundle()
+
+    def save(self, path: Path) -> None:
+        """Write the card as a page of its own."""
+        write_atomically(path, _page(self.html).encode())
+
+
+def _page(body: str) -> str:
+    """A page around the card that follows the reader's light or dark theme."""
+    style = ":root{color-scheme:light dark}body{margin:24px auto;padding:0 16px;max-width:720px}"
+    return f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>nbddp run</title><style>{style}</style></head>\n<body>{body}</body></html>\n'
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What went wrong; the message names rank, cell and line."""
+
+    message: str
+    traceback: tuple[str, ...]
+
+
+def make_card(run_dir: RunDir, state: RunState, *, plan_line: str, holds: str | None, error: str | None) -> Card:
+    """Make the card of a run.
+
+    Args:
+        run_dir: the run; its place is shown relative to the working directory.
+        state: all of its events, folded.
+        plan_line: what was planned.
+        holds: what the model of the notebook holds now; None where nothing was loaded.
+        error: the message of the run's error; None where it has none.
+    """
+    facts = _facts(run_dir, state)
+    failure = _failure(run_dir, state, error)
+    png = loss_png(state, limit=PNG_BYTES)
+    headline = _headline(run_dir, state)
+    return Card(
+        html=_html(run_dir, state, headline, plan_line, facts, failure, holds, png),
+        png=png,
+        text=_text(run_dir, state, headline, plan_line, facts, failure, holds),
+    )
+
+
+def _headline(run_dir: RunDir, state: RunState) -> str:
+    """When it began and how long it took."""
+    summary = (run_dir.read_result() or {}).get("summary") or {}
+    created = (run_dir.read_spec() or {}).get("created")
+    duration_s = summary.get("duration_s") or state.elapsed_s
+    parts = []
+    if created is not None:
+        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(created)))
+    if duration_s is not None:
+        parts.append(clock_text(float(duration_s)))
+    if state.stop_text:
+        parts.append(state.stop_text)
+    return " · ".join(parts)
+
+
+def _facts(run_dir: RunDir, state: RunState) -> list[tuple[str, str]]:
+    """Name and value of what there is to say about the training."""
+    facts = []
+    if state.step:
+        total = f" of {count_text(state.total_steps)}" if state.total_steps and state.total_steps != state.step else ""
+        epochs = state.plan.get("epochs")
+        facts.append(("steps", f"{count_text(state.step)}{total} · epoch {state.epoch}" + (f" of {epochs}" if epochs else "")))
+        facts += _values(state)
+    if state.samples_per_s:
+        facts.append(("throughput", f"{rate_text(state.samples_per_s)} samples/s · {rate_text(state.steps_per_s)} steps/s"))
+    if slowest := markup.slowest_text(state):
+        facts.append(("slowest", slowest))
+    if state.checkpoints:
+        facts.append(("checkpoints", ", ".join(_checkpoint(entry) for entry in state.checkpoints)))
+    facts.append(("directory", place(run_dir.path)))
+    return facts
+
+
+def _values(state: RunState) -> list[tuple[str, str]]:
+    """Last and lowest value of the loss and of what the validation recorded."""
+    loss = state.epochs[-1].loss if state.epochs and state.epochs[-1].step == state.step else state.report.epoch_loss
+    values = {"loss": loss, **state.validated}
+    facts = []
+    for name, value in values.items():
+        lowest = state.lowest.get(name)
+        known = name in ("loss", "val_loss") and lowest is not None and not lowest.value > value  # the mean of a part of an epoch can be lower
+        aside = f" · lowest {value_text(lowest.value)}, epoch {lowest.epoch}" if known and lowest is not None else ""
+        facts.append((name, f"{value_text(value)}{aside}"))
+    if state.nonfinite_steps:
+        facts.append(("not finite", f"the loss of {count_text(state.nonfinite_steps)} step{'s' if state.nonfinite_steps > 1 else ''}"))
+    return facts
+
+
+def _checkpoint(entry: dict[str, Any]) -> str:
+    words = [f"epoch {entry['epoch']}"] if entry.get("epoch") is not None else []
+    if isinstance(value := entry.get("value"), int | float) and math.isfinite(value):
+        words.append(value_text(value))
+    if entry.get("bytes"):
+        words.append(bytes_text(entry["bytes"]))
+    return f"{entry['name']} ({', '.join(words)})" if words else str(entry["name"])
+
+
+def place(path: Path) -> str:
+    """A path as the notebook would write it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere, or the working directory is gone
+        return str(path)
+
+
+def _failure(run_dir: RunDir, state: RunState, error: str | None) -> _Failure | None:
+    """The failure that ended the run: the verdict in the result, else the first that a rank reported."""
+    if error is None and state.state != "failed":
+        return None
+    result = run_dir.read_result() or {}
+    record = result.get("error") or next(iter(state.failures), {})
+    message = error or record.get("message") or "no reason is recorded"
+    lines = [rendered(line) for line in str(record.get("traceback") or "").strip().splitlines()]
+    return _Failure(message, tuple(lines[-TRACEBACK_LINES:]))
+
+
+def _warnings(state: RunState) -> list[str]:
+    return [str(message.get("text", "")) for message in state.messages if message.get("level") != "debug"][-NOTES:]
+
+
+def _mean_phases(state: RunState) -> dict[str, float]:
+    """Mean duration of each phase over the run's steps, warm-up left out."""
+    if state.warm_steps:
+        return {phase: total / state.warm_steps for phase, total in state.phase_sums_s.items()}
+    return state.recent_phases_s
+
+
+def _html(
+    run_dir: RunDir,
+    state: RunState,
+    headline: str,
+    plan_line: str,
+    facts: list[tuple[str, str]],
+    failure: _Failure | None,
+    holds: str | None,
+    png: bytes | None,
+) -> str:
+    name = markup.tag("b", escape(short_id(run_dir.id)), "margin:0 8px")
+    parts = [
+        markup.div(f"{markup.badge(state.state)} {name} {markup.quiet(headline)}"),
+        markup.div(markup.quiet(plan_line), "margin-top:3px;overflow-wrap:anywhere"),
+    ]
+    if failure is not None:
+        parts.append(markup.note(failure.message, markup.ERROR))
+        if failure.traceback:
+            trace = markup.preformatted(failure.traceback, colour=markup.ERROR, height=420)
+            parts.append(markup.tag("details", f"<summary>traceback of the rank</summary>{trace}", "margin:4px 0"))
+    if png is not None:
+        source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+        parts.append(f'<img alt="loss over steps" src="{source}" style="width:100%;max-width:640px;height:auto;margin:8px 0 2px">')
+    phases = _mean_phases(state)
+    if any(phases.values()):
+        parts += [markup.heading(f"Where a step's {seconds_text(sum(phases.values()))} go"), markup.phase_bar(phases), markup.phase_legend(phases)]
+    parts.append(markup.div(markup.table((), [(markup.quiet(key), escape(value)) for key, value in facts], left=2, wrap=True), "margin-top:8px"))
+    parts += [markup.note(text, markup.WARNING) for text in _warnings(state)]
+    if holds:
+        parts.append(markup.div(escape(holds), "margin-top:8px;font-weight:600"))
+    return markup.div("".join(parts), f"{markup.FONT};max-width:680px")
+
+
+def _text(
+    run_dir: RunDir,
+    state: RunState,
+    headline: str,
+    plan_line: str,
+    facts: list[tuple[str, str]],
+    failure: _Failure | None,
+    holds: str | None,
+) -> str:
+    lines = [f"{short_id(run_dir.id)}: {state.state} · {headline}" if headline else f"{short_id(run_dir.id)}: {state.state}", plan_line]
+    phases = _mean_phases(state)
+    if whole := sum(phases.values()):
+        shares = ", ".join(f"{phase} {share_text(phases[phase], whole)}" for phase in PHASES)
+        facts = [*facts[:-1], ("a step", f"{seconds_text(whole)}: {shares}"), facts[-1]]
+    width = max(len(name) for name, _ in facts)
+    lines += [f"  {name:<{width}}  {value}" for name, value in facts]
+    lines += [f"  warning: {text}" for text in _warnings(state)]
+    if failure is not None:
+        lines.append(failure.message)
+    if holds:
+        lines.append(holds)
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""What this host offers: visible GPUs, free or in use, and cores. Never opens a CUDA context in the kernel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbddp.errors import ConfigError
+from nbddp.plan import Machine, Plan
+from nbddp.rundir import run_dirs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_FOREIGN_MIB = 1024
+
+
+def this_machine() -> Machine:
+    """Visible GPUs by name, and the cores that this process may use."""
+    count = torch.cuda.device_count()
+    names = [name for name, _ in _query()] if count else []
+    if len(names) != count:
+        names = [names[0] if len(set(names)) == 1 else "GPU"] * count
+    return Machine(tuple(names), len(os.sched_getaffinity(0)))
+
+
+def _query() -> list[tuple[str, int]]:
+    """Name and used MiB of every GPU of the host, by nvidia-smi; empty where that is not to be had."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        output = subprocess.run(
+            [program, "--query-gpu=name,memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=5, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(",", 1) for line in output.splitlines() if "," in line]
+    return [(name.removeprefix("NVIDIA ").strip(), int(used)) for name, used in rows if used.strip().isdigit()]
+
+
+def check_devices(plan: Plan, root: Path) -> list[str]:
+    """Refuse GPUs that a live run of ours holds; warn of memory that others hold.
+
+    Raises:
+        ConfigError: names the run, and the GPUs that are free.
+    """
+    if plan.device != "cuda":
+        return []
+    held: dict[int, str] = {}
+    for run in run_dirs(root):
+        spec = run.read_spec() or {}
+        other = spec.get("plan", {})
+        same = spec.get("host") == socket.gethostname() and spec.get("visible_devices") == os.environ.get("CUDA_VISIBLE_DEVICES")
+        if same and other.get("device") == "cuda" and run.live():
+            held.update(dict.fromkeys(other["device_indices"], run.id))
+    taken = [index for index in plan.device_indices if index in held]
+    if taken:
+        free = [str(index) for index in range(torch.cuda.device_count()) if index not in held]
+        offer = f"free are --devices {','.join(free)}" if free else "none is free: %ddp_stop ends a run"
+        message = f"GPU {', '.join(map(str, taken))} held by run {held[taken[0]]}; {offer}"
+        raise ConfigError(message)
+    used = _query()
+    foreign = [(i, used[i][1]) for i in plan.device_indices if i < len(used) and used[i][1] > _FOREIGN_MIB] if not os.environ.get("CUDA_VISIBLE_DEVICES") else []
+    return [f"GPU {index} already has {mib / 1024:.1f} GiB in use, by this kernel or another process" for index, mib in foreign]

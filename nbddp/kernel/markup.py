@@ -1,0 +1,158 @@
+"""Pieces of HTML that the live view and the card are made of.
+
+Styles are inline and colours come from JupyterLab's variables with the surrounding text's own as fallback: what is shown survives a front end that
+strips style sheets, and fits a light and a dark theme. Everything that comes from outside goes through `escape`. Runs in the kernel.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from nbddp.kernel.text import bytes_text, count_text, rate_text, seconds_text, share_text
+from nbddp.state import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from nbddp.state import RankState, RunState
+
+FONT = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:13px;line-height:1.45;color:var(--jp-ui-font-color1,inherit)"
+MONO = "font-family:var(--jp-code-font-family,monospace);font-size:12px;line-height:1.4"
+QUIET = "color:var(--jp-ui-font-color2,inherit)"
+LINE = "rgba(128,128,128,.28)"
+NUMBERS = "font-variant-numeric:tabular-nums"
+STATE_COLOURS = {"starting": "#7d8590", "running": "#4285f4", "finished": "#2e9d5b", "stopped": "#d08a1d", "failed": "#dc4638"}
+PHASE_COLOURS = {"data": "#e0a526", "forward": "#4285f4", "backward": "#9166d6", "sync": "#e2604f", "optimizer": "#35a27b"}
+WARNING, ERROR = "#d08a1d", "#dc4638"
+
+
+def tag(name: str, content: str, style: str = "", **attributes: str) -> str:
+    """An element around content that is HTML already."""
+    words = "".join(f' {key}="{escape(value)}"' for key, value in attributes.items())
+    return f'<{name}{words} style="{style}">{content}</{name}>' if style else f"<{name}{words}>{content}</{name}>"
+
+
+def div(content: str, style: str = "") -> str:
+    """A block around content that is HTML already."""
+    return tag("div", content, style)
+
+
+def quiet(text: str) -> str:
+    """Secondary text, escaped."""
+    return tag("span", escape(text), QUIET)
+
+
+def heading(title: str, aside: str = "") -> str:
+    """The title of a section, with a quieter remark beside it."""
+    return div(tag("b", escape(title)) + (f" &nbsp;{quiet(aside)}" if aside else ""), "margin:10px 0 3px")
+
+
+def badge(state: str) -> str:
+    """A run's state in its colour."""
+    colour = STATE_COLOURS.get(state, STATE_COLOURS["starting"])
+    return tag(
+        "span",
+        escape(state),
+        f"display:inline-block;padding:1px 9px;border-radius:9px;background-color:{colour};color:#fff;font-weight:600;font-size:12px",
+    )
+
+
+def progress_bar(share: float | None, state: str) -> str:
+    """A thin bar; without a known share it is empty."""
+    width = 100 * (share or 0.0)
+    fill = div("", f"width:{width:.1f}%;height:6px;border-radius:3px;background-color:{STATE_COLOURS.get(state, '#7d8590')}")
+    return div(fill, f"height:6px;border-radius:3px;background-color:{LINE};margin:7px 0 4px;overflow:hidden")
+
+
+def tile(label: str, value: str, aside: str = "") -> str:
+    """One figure with its name above and a remark below."""
+    return div(
+        div(escape(label), f"{QUIET};font-size:11px")
+        + div(escape(value), f"font-size:17px;font-weight:600;{NUMBERS};white-space:nowrap")
+        + div(escape(aside) or "&nbsp;", f"{QUIET};font-size:11px;{NUMBERS};white-space:nowrap"),
+        "flex:1 0 auto;min-width:92px",
+    )
+
+
+def tiles(parts: Iterable[str]) -> str:
+    """Figures side by side, as many in a row as fit."""
+    return div("".join(parts), "display:flex;flex-wrap:wrap;gap:4px 18px;margin:6px 0 4px")
+
+
+def phase_bar(times_s: Mapping[str, float], *, height: int = 16, whole_s: float | None = None) -> str:
+    """A stacked bar of a step's phases, as wide as their share of `whole_s` (default: of their own sum)."""
+    whole = whole_s or sum(times_s.values())
+    parts = ""
+    for phase in PHASES:
+        share = 100 * times_s.get(phase, 0.0) / whole if whole > 0 else 0.0
+        if share > 0:
+            title = f"{phase} {seconds_text(times_s[phase])}"
+            parts += tag("div", "", f"flex:0 0 {share:.2f}%;height:{height}px;background-color:{PHASE_COLOURS[phase]}", title=title)
+    return div(parts, f"display:flex;width:100%;height:{height}px;border-radius:3px;overflow:hidden;background-color:{LINE}")
+
+
+def phase_legend(times_s: Mapping[str, float]) -> str:
+    """What the colours of `phase_bar` are, with times and shares."""
+    whole = sum(times_s.values())
+    items = []
+    for phase in PHASES:
+        square = tag("span", "", f"display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px;background-color:{PHASE_COLOURS[phase]}")
+        time_s = times_s.get(phase, 0.0)
+        items.append(tag("span", f"{square}{phase} {quiet(f'{seconds_text(time_s)} · {share_text(time_s, whole)}')}", "white-space:nowrap;margin-right:16px"))
+    return div(" ".join(items), f"{NUMBERS};font-size:12px;margin-top:4px")
+
+
+def slowest_text(state: RunState) -> str:
+    """Which rank is the slowest most often, and how long the fastest waits for it; empty with one rank."""
+    if len(state.ranks) < 2 or not state.slow_counts:
+        return ""
+    rank = max(state.slow_counts, key=lambda known: state.slow_counts[known])
+    share = share_text(state.slow_counts[rank], sum(state.slow_counts.values()))
+    return f"rank {rank} is the slowest in {share} of the steps; the fastest waits {seconds_text(state.wait_s)} for it"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False) -> str:
+    """A table of cells that are HTML already; the first `left` columns are text, the others numbers; `wrap` lets the last column break."""
+    cell = f"padding:2px 14px 2px 0;border:0;background:none;{NUMBERS}"
+
+    def line(cells: Sequence[str], name: str, extra: str = "") -> str:
+        aligned = (f"text-align:{'left' if index < left else 'right'};{cell};{extra}" for index in range(len(cells)))
+        return tag("tr", "".join(tag(name, content, style) for content, style in zip(cells, aligned, strict=True)), "background:none")
+
+    head = line([quiet(name) for name in header], "th", "font-weight:400;font-size:11px;white-space:nowrap") if header else ""
+    body = "".join(line(row, "td", "vertical-align:top;overflow-wrap:anywhere" if wrap else "white-space:nowrap") for row in rows)
+    return div(tag("table", f"<thead>{head}</thead><tbody>{body}</tbody>", "border-collapse:collapse;border:0;margin:0;font-size:12px"), "overflow-x:auto")
+
+
+def rank_table(ranks: Iterable[RankState]) -> str:
+    """One row per rank: device, what it does, its step, throughput, memory, and where its own time goes."""
+    rows = list(ranks)
+    longest = max((sum(row.times_s.values()) for row in rows), default=0.0)
+    cells = [
+        (
+            f"{row.rank}",
+            escape(row.device) or "–",
+            escape(row.phase),
+            div(phase_bar(row.times_s, height=9, whole_s=longest), "width:120px") if row.times_s else "",
+            count_text(row.step),
+            rate_text(row.samples_per_s) if row.samples_per_s else "–",
+            bytes_text(row.memory) if row.memory else "–",
+        )
+        for row in rows
+    ]
+    inner = table(("rank", "device", "phase", "its step", "step", "samples/s", "memory"), cells, left=4)
+    return div(inner, "max-height:236px;overflow-y:auto")
+
+
+def preformatted(lines: Iterable[str], *, colour: str = "", height: int = 0) -> str:
+    """Lines of text in a box, escaped; long ones wrap."""
+    border = f"border-left:3px solid {colour or LINE}"
+    limit = f";max-height:{height}px;overflow-y:auto" if height else ""
+    style = f"{MONO};margin:2px 0;padding:2px 0 2px 9px;{border};white-space:pre-wrap;overflow-wrap:anywhere;background:none;color:inherit{limit}"
+    return tag("pre", escape("\n".join(lines)), style)
+
+
+def note(text: str, colour: str) -> str:
+    """A line with a coloured edge: a warning or an error, escaped."""
+    return div(escape(text), f"border-left:3px solid {colour};padding:1px 0 1px 9px;margin:5px 0;white-space:pre-wrap;overflow-wrap:anywhere")

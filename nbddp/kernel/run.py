@@ -1,0 +1,359 @@
+"""A run as the notebook sees it: its state, its figures, its checkpoints, and what can be asked of it.
+
+Runs in the kernel. Everything is read from the run directory, so a run of another kernel, or of the past, is the same object.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbddp.config import TrainConfig
+from nbddp.errors import CheckpointError, ConfigError, NbddpError, RunFailed
+from nbddp.failure import Failure
+from nbddp.kernel import weights
+from nbddp.kernel.follow import Follower
+from nbddp.kernel.history import History
+from nbddp.kernel.table import CheckpointTable, RunTable
+from nbddp.launch import local
+from nbddp.launch.stacks import stacks
+from nbddp.rundir import ROOT_NAME, RunDir, find_run
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from nbddp.kernel.card import Card
+    from nbddp.launch.local import Supervised
+    from nbddp.state import RunState
+
+LOG_TAIL = 20
+
+
+class Run:
+    """One training run; made by `%%ddp_train`, `nbddp.train` and `nbddp.attach`.
+
+    Attributes:
+        id: name of the run directory.
+        dir: the run directory.
+        config: the options of the run.
+    """
+
+    def __init__(self, run_dir: RunDir, *, supervised: Supervised | None = None, model: nn.Module | None = None) -> None:
+        spec = run_dir.read_spec()
+        if spec is None:
+            message = f"{run_dir.path} is not a run directory: it has no readable spec.json"
+            raise ConfigError(message)
+        self._files, self._spec, self._supervised = run_dir, spec, supervised
+        self._model = model
+        self._load_pending = model is not None
+        self._lock = threading.Lock()
+        self.id, self.dir = run_dir.id, run_dir.path
+        self.config = TrainConfig(**spec["config"])
+        self._history = History(run_dir.events)
+        self._holds: str | None = None
+        self._follower = Follower(run_dir, self._settle)
+        self._follower.start()
+
+    def __repr__(self) -> str:
+        state = self._follower.state
+        return f"<nbddp run {self.id}: {self.state}, step {state.step}>"
+
+    # -- where it is
+
+    @property
+    def state(self) -> str:
+        """starting, running, finished, stopped or failed."""
+        result = self._files.read_result()
+        return str(result["state"]) if result is not None else self._follower.state.state
+
+    @property
+    def error(self) -> NbddpError | None:
+        """Why the run failed; None where it did not."""
+        result = self._files.read_result()
+        if result is None or not result.get("error"):
+            return None
+        failure = Failure.from_json(result["error"])
+        error = failure.to_exception(self.log(failure.rank).splitlines()[-LOG_TAIL:])
+        if isinstance(error, RunFailed):
+            error.run = self
+        return error
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start of the cell to the end of the run, or until now."""
+        line = self.timeline
+        return (line["finished"] or time.time()) - line["requested"]
+
+    @property
+    def timeline(self) -> dict[str, Any]:
+        """Unix seconds: requested (the cell started), bundled, launched, first_step (rank 0 finished it), finished; None for what is still to come."""
+        state, result = self._follower.state, self._files.read_result()
+        times = self._spec["times"]
+        return {
+            "requested": times["requested"],
+            "bundled": times["bundled"],
+            "launched": state.launched_time,
+            "first_step": state.first_step_time,
+            "finished": None if result is None else result["time"],
+        }
+
+    @property
+    def history(self) -> dict[str, np.ndarray]:
+        """One entry per optimizer step; times in seconds. A dict of arrays: step, epoch, stage, loss, lr, samples, phases, and the step's own scalars."""
+        return self._history.steps
+
+    @property
+    def epochs(self) -> dict[str, np.ndarray]:
+        """One entry per epoch: epoch, step, stage, loss, duration_s, val_loss and whatever else the validation recorded."""
+        return self._history.epochs
+
+    @property
+    def checkpoints(self) -> CheckpointTable:
+        """The checkpoint files: name, path, epoch, step, value, bytes."""
+        return CheckpointTable.of(self._files, self._follower.state.checkpoints)
+
+    def log(self, rank: int | None = 0) -> str:
+        """Everything that a rank printed; `rank=None` is the supervisor."""
+        try:
+            return self._files.log(rank).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def stacks(self) -> Stacks:
+        """Where each live rank is right now: its Python stacks, by rank."""
+        return Stacks(stacks(self._files))
+
+    # -- what can be asked of it
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait for the end, then load the weights by the rules of `load` if that is still to be done.
+
+        Raises:
+            RunFailed: where the run failed.
+            TimeoutError: after `timeout` seconds.
+        """
+        if not self._follower.done.wait(timeout):
+            message = f"run {self.id} goes on after {timeout:g} s"
+            raise TimeoutError(message)
+        if (error := self.error) is not None:
+            raise error
+        if (line := self.take_weights()) is not None:
+            print(line)  # noqa: T201 - says what was written into the user's model
+        return self
+
+    def stop(self) -> None:
+        """Ask all ranks to stop at the same step, with a checkpoint. Returns at once; `wait` waits."""
+        if self._files.read_result() is None:
+            self._files.ask("stop")
+
+    def terminate(self) -> None:
+        """End the ranks without waiting for a common step; the last checkpoint stays."""
+        self.stop()
+        if self._supervised is not None:
+            self._supervised.terminate()
+        else:
+            local.terminate_run(self._files)
+
+    def kill(self) -> None:
+        """Kill every process of the run; the last complete checkpoint stays."""
+        self.stop()
+        if self._supervised is not None:
+            self._supervised.kill()
+        else:
+            local.kill_run(self._files)
+
+    def load(self, model: nn.Module | None = None, which: str | int = "last") -> nn.Module:
+        """Write the weights of a checkpoint into a model in place: `last`, `best`, `initial` or the number of an epoch.
+
+        Args:
+            model: default: the object that was bundled, whatever its name is bound to by now.
+            which: the checkpoint.
+
+        Returns:
+            the model; its mode, device and tied weights stay.
+
+        Raises:
+            CheckpointError: for a checkpoint that is missing, not finite, or does not fit; the model is unchanged then.
+        """
+        target = model if model is not None else self._model
+        if target is None:
+            message = f"run {self.id} was started by another kernel: name the model, run.load(net), or rebuild it with run.model()"
+            raise ConfigError(message)
+        at = weights.load_into(target, self._files, which)
+        if target is self._model:
+            self._load_pending = False
+        name = self._spec["model_name"] if target is self._model else type(target).__name__
+        print(f"{name}: {at} of run {self.id}")  # noqa: T201 - says what was written into the user's model
+        return target
+
+    def model(self, which: str | int = "last") -> nn.Module:
+        """Rebuild the module from the run's own bundle, with the weights of a checkpoint, in any kernel.
+
+        Raises:
+            CheckpointError: where the bundle or the checkpoint is gone.
+        """
+        from nbddp.bundle import load_model
+
+        if not self._files.bundle.is_file():
+            message = f"run {self.id} has no bundle: a run that failed before its first step keeps only its record"
+            raise CheckpointError(message)
+        module = load_model(self._files.bundle)
+        weights.load_into(module, self._files, which)
+        return module
+
+    def evaluate(self, data: object) -> dict[str, float]:
+        """Not available yet."""
+        message = "run.evaluate is not available yet: validation data given with --val is evaluated while training"
+        raise ConfigError(message)
+
+    def predict(self, data: object) -> Any:  # noqa: ANN401 - not available yet
+        """Not available yet."""
+        message = "run.predict is not available yet: run.model() gives the module"
+        raise ConfigError(message)
+
+    def diff(self, other: object) -> Any:  # noqa: ANN401 - not available yet
+        """Not available yet."""
+        message = "run.diff is not available yet"
+        raise ConfigError(message)
+
+    # -- how it looks
+
+    def view(self) -> Card | None:
+        """Show the run: live while it goes on, in a view that follows it to its end; its card afterwards."""
+        from nbddp.kernel.view import open_view
+
+        if self._follower.done.is_set():
+            return self.card()
+        view = open_view(self._files, self._follower.state, plan_line=self._spec["plan_line"])
+
+        def follow(state: RunState) -> None:
+            if self._files.read_result() is None:
+                view.update(state)
+            else:
+                view.finish(self.card())
+
+        self._follower.add_listener(follow)
+        return None
+
+    def card(self) -> Card:
+        """The static card of the run as it is now."""
+        from nbddp.kernel.card import make_card
+
+        error = self.error
+        text = None if error is None else str(error)
+        return make_card(self._files, self._follower.state, plan_line=self._spec["plan_line"], holds=self._holds, error=text)
+
+    def plot(self) -> Any:  # noqa: ANN401 - a matplotlib Figure, imported when it is needed
+        """The loss curves as a matplotlib Figure."""
+        from nbddp.kernel.figure import loss_figure
+
+        return loss_figure(self._follower.state)
+
+    # -- inside
+
+    @property
+    def files(self) -> RunDir:
+        return self._files
+
+    @property
+    def follower(self) -> Follower:
+        return self._follower
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return self._spec
+
+    def take_weights(self) -> str | None:
+        """Load the run's weights into the bundled model by the rules of `load`; return the line that says what it holds, None where nothing is to do."""
+        with self._lock:
+            pending, self._load_pending = self._load_pending, False
+        which = weights.chosen(self.config)
+        if not pending or self._model is None:
+            return None
+        weights.remember_initial(self._model, self._files)
+        name = self._spec["model_name"]
+        if self.state == "failed":
+            last = self._files.checkpoints / "last.pt"
+            self._holds = f"{name} is unchanged" + ('; the last checkpoint: run.load("last")' if last.is_file() else "")
+            return self._holds
+        if which is None:
+            self._holds = f"{name} is unchanged, as asked; run.load() loads the last checkpoint"
+            return self._holds
+        try:
+            at = weights.load_into(self._model, self._files, which)
+        except CheckpointError as error:
+            self._holds = f"{name} is unchanged: {error}"
+            return self._holds
+        monitor = self._spec["plan"]["monitor"]
+        self._holds = weights.holds_line(name, which, at, self._follower.state, monitor)
+        return self._holds
+
+    def _settle(self) -> None:
+        if self._supervised is not None:
+            self._supervised.settle()
+        else:
+            local.settle(self._files)
+
+
+class Stacks(dict[int, str]):
+    """The Python stacks of each rank, shown one after the other."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no rank of this run is alive on this host"
+        return "\n".join(f"rank {rank}\n{text.rstrip()}\n" for rank, text in sorted(self.items()))
+
+    __str__ = __repr__
+
+
+_fixed_root: Path | None = None
+_known: dict[str, Run] = {}
+_last: list[Run] = []
+
+
+def run_root(given: str | Path | None = None) -> Path:
+    """The folder of the run directories: as given, else NBDDP_RUN_ROOT, else nbddp_runs in the folder where this kernel first needed one."""
+    global _fixed_root  # noqa: PLW0603 - fixed once per kernel, so that %cd does not scatter runs
+    if given is not None:
+        return Path(given).expanduser().resolve()
+    if (root := os.environ.get("NBDDP_RUN_ROOT")) is not None:
+        return Path(root).expanduser().resolve()
+    if _fixed_root is None:
+        _fixed_root = Path.cwd() / ROOT_NAME
+    return _fixed_root
+
+
+def register(run: Run) -> None:
+    """Make a run the last one of this kernel."""
+    _known[str(run.dir)] = run
+    _last[:] = [run]
+
+
+def last_run() -> Run | None:
+    """The run that this kernel started last."""
+    return _last[0] if _last else None
+
+
+def attach(run_or_dir: object, root: str | Path | None = None) -> Run:
+    """Open a run by its id (or a part of it) or its directory, from any kernel, while it goes on and afterwards.
+
+    Raises:
+        ConfigError: where no run, or more than one, matches.
+    """
+    if isinstance(run_or_dir, Run):
+        return run_or_dir
+    if not isinstance(run_or_dir, str | Path):
+        message = f"{type(run_or_dir).__name__} names no run: give its id or its directory"
+        raise ConfigError(message)
+    files = find_run(run_or_dir, run_root(root))
+    known = _known.get(str(files.path))
+    return known if known is not None else _known.setdefault(str(files.path), Run(files))
+
+
+def runs(root: str | Path | None = None) -> RunTable:
+    """The runs of a root, as a table."""
+    return RunTable.of(run_root(root))

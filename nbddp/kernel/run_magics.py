@@ -1,0 +1,224 @@
+"""The line magics about runs that exist: list, prune, attach, stop, stacks, load; and those that are not available yet.
+
+Runs in the kernel or in terminal IPython. Loading the extension imports this module, so that whatever is large is imported where a magic is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import Magics, line_magic, magics_class, needs_local_scope, no_var_expand
+from IPython.display import display
+
+from nbddp.errors import ConfigError
+from nbddp.kernel.binding import binder, names_of, say
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbddp.kernel.line import Arguments, Word
+    from nbddp.kernel.options import Option
+    from nbddp.kernel.run import Run
+
+
+@magics_class
+class RunMagics(Magics):
+    """%ddp_runs, %ddp_attach, %ddp_stop, %ddp_stacks, %ddp_load."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+
+    @line_magic
+    @no_var_expand
+    @needs_local_scope
+    def ddp_runs(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
+        """%ddp_runs [--root DIR]: the runs beside this notebook, with state, best value, what they differ by, size and note.
+
+        %ddp_runs --prune [--keep 20] [--older-than-days 30]: name the runs that could be deleted; with --no-dry-run, delete them.
+        """
+        __tracebackhide__ = True
+        from nbddp.kernel.line import flag_value
+        from nbddp.kernel.options import RUNS_OPTIONS
+
+        usage = "%ddp_runs [--root DIR] [--prune [--keep N] [--older-than-days DAYS] [--no-dry-run]]"
+        found = self._split(line, RUNS_OPTIONS, local_ns, usage, at_most=0)
+        if found is None:
+            return
+        root = None if found.values.get("root") is None else Path(str(found.values["root"])).expanduser()
+        if flag_value("prune", found.values.get("prune", False)):
+            self._prune(root, found.values)
+            return
+        if stray := next((name for name in ("keep", "older_than_days", "dry_run") if name in found.values), None):
+            message = f"{RUNS_OPTIONS[stray].spelling} goes with --prune"
+            raise ConfigError(message)
+        from nbddp.kernel.run import runs
+
+        display(runs(root))
+
+    def _prune(self, root: Path | None, values: Mapping[str, str | bool]) -> None:
+        from nbddp.kernel.line import flag_value, number_value
+        from nbddp.kernel.run import run_root
+        from nbddp.rundir import prune_runs
+
+        dry_run = flag_value("dry_run", values.get("dry_run", True))
+        where = run_root(root)
+        pruned = prune_runs(
+            where,
+            keep=int(number_value("keep", values.get("keep", "20"), int)),
+            older_than_days=number_value("older_than_days", values.get("older_than_days", "30"), float),
+            dry_run=dry_run,
+        )
+        if not pruned:
+            say(f"nothing to prune in {where}")
+            return
+        what = "would be deleted; --no-dry-run deletes them" if dry_run else "deleted"
+        say("\n".join([f"{len(pruned)} run{'s' if len(pruned) > 1 else ''} {what}:", *(f"  {run.id}" for run in pruned)]))
+
+    @line_magic
+    @no_var_expand
+    @needs_local_scope
+    def ddp_attach(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
+        """%ddp_attach RUN [--as NAME]: the view of a run, also of one that another kernel started; RUN is an id, a part of it, or a directory."""
+        __tracebackhide__ = True
+        from nbddp.kernel.line import identifier
+        from nbddp.kernel.options import ATTACH_OPTIONS
+
+        found = self._split(line, ATTACH_OPTIONS, local_ns, "%ddp_attach RUN [--as NAME]", at_least=1, at_most=1)
+        if found is None:
+            return
+        run = self._run(found.words, local_ns)
+        if "as" in found.values:
+            binder(self._shell, identifier(str(found.values["as"]), "--as"))(run)
+        view = run.view()
+        if view is not None:
+            display(view)
+
+    @line_magic
+    @no_var_expand
+    @needs_local_scope
+    def ddp_stop(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
+        """%ddp_stop [RUN]: ask a run (the last one) to stop in order, with a checkpoint."""
+        __tracebackhide__ = True
+        found = self._split(line, {}, local_ns, "%ddp_stop [RUN]", at_most=1)
+        if found is None:
+            return
+        run = self._run(found.words, local_ns)
+        if run.state in ("finished", "stopped", "failed"):
+            say(f"{run.id} has ended already: {run.state}")
+            return
+        run.stop()
+        say(f"{run.id} was asked to stop")
+
+    @line_magic
+    @no_var_expand
+    @needs_local_scope
+    def ddp_stacks(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
+        """%ddp_stacks [RUN]: where each rank of a run (the last one) is right now."""
+        __tracebackhide__ = True
+        found = self._split(line, {}, local_ns, "%ddp_stacks [RUN]", at_most=1)
+        if found is None:
+            return
+        stacks = self._run(found.words, local_ns).stacks()
+        if stacks is not None:
+            say(str(stacks))
+
+    @line_magic
+    @no_var_expand
+    @needs_local_scope
+    def ddp_load(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
+        """%ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH]: weights of a run (the last one) or of a checkpoint file into a model."""
+        __tracebackhide__ = True
+        from nbddp.kernel.names import evaluate
+        from nbddp.kernel.options import LOAD_OPTIONS
+
+        found = self._split(line, LOAD_OPTIONS, local_ns, "%ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH]", at_least=1, at_most=2)
+        if found is None:
+            return
+        words = found.words
+        model = evaluate(words[0].text, names_of(self._shell, local_ns), what="MODEL")
+        which = _which(found.values.get("which"))
+        if len(words) == 2 and Path(words[1].text).expanduser().is_file():
+            if which is not None:
+                message = f"--which {which}: {words[1].text} is one checkpoint file; leave --which out, or name its run"
+                raise ConfigError(message)
+            from torch import nn
+
+            from nbddp.checkpoint import load_checkpoint
+
+            if not isinstance(model.value, nn.Module):
+                message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module"
+                raise ConfigError(message)
+            load_checkpoint(Path(words[1].text).expanduser(), model=model.value)
+            say(f"{model.name}: {words[1].text}")
+            return
+        self._run(words[1:], local_ns).load(model.value, which="last" if which is None else which)
+
+    def _split(
+        self, line: str, options: Mapping[str, Option], local_ns: Mapping[str, Any] | None, usage: str, *, at_least: int = 0, at_most: int
+    ) -> Arguments | None:
+        """Words and options of a line; None where it asked for help and got it."""
+        from nbddp.kernel.line import split, uncommented
+        from nbddp.kernel.names import expand
+
+        found = split(expand(uncommented(line), names_of(self._shell, local_ns)), options, usage.split()[0])
+        if found.help:
+            say(usage)
+            return None
+        if len(found.words) < at_least:
+            message = f"something is missing: write {usage}"
+            raise ConfigError(message)
+        if len(found.words) > at_most:
+            message = f"{found.words[at_most].text}: too many words; write {usage}"
+            raise ConfigError(message)
+        return found
+
+    def _run(self, words: Sequence[Word], local_ns: Mapping[str, Any] | None) -> Run:
+        """The run that a word names: a variable that holds one, an id or a directory; without a word the last one."""
+        from nbddp.kernel.run import Run, attach, last_run
+
+        if not words:
+            run = last_run()
+            if run is None:
+                message = "no run was started in this kernel: name one; %ddp_runs lists them"
+                raise ConfigError(message)
+            return run
+        value = names_of(self._shell, local_ns).get(words[0].text)
+        return value if isinstance(value, Run) else attach(words[0].text)
+
+    # -- not yet
+
+    @line_magic
+    def ddp_config(self, line: str) -> None:
+        """%ddp_config: not available yet."""
+        _refuse("ddp_config")
+
+    @line_magic
+    def ddp_check(self, line: str) -> None:
+        """%ddp_check: not available yet."""
+        _refuse("ddp_check")
+
+    @line_magic
+    def ddp_export(self, line: str) -> None:
+        """%ddp_export: not available yet."""
+        _refuse("ddp_export")
+
+
+def _refuse(magic: str) -> None:
+    message = f"%{magic} is not available yet"
+    raise ConfigError(message)
+
+
+def _which(value: str | bool | None) -> str | int | None:
+    if value is None:
+        return None
+    text = str(value)
+    if text.isdigit():
+        return int(text)
+    if text not in ("last", "best", "initial"):
+        message = f"--which {text}: must be last, best, initial or the number of an epoch"
+        raise ConfigError(message)
+    return text

@@ -1,0 +1,137 @@
+"""Which weights end up in the model of the notebook, and what is said about it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbddp import checkpoint
+from nbddp.errors import CheckpointError, ConfigError
+from nbddp.rundir import RunDir, find_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from nbddp.config import TrainConfig
+    from nbddp.state import RunState
+
+
+@dataclass(slots=True)
+class Origin:
+    """What is known about a model object: the file with the weights first bundled for it, and what it holds now."""
+
+    initial: Path | None = None
+    holds: str | None = None
+
+
+_ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictionary()
+
+
+def origin_of(model: nn.Module) -> Origin:
+    return _ORIGINS.setdefault(model, Origin())
+
+
+def initial_weights(init: str, model: nn.Module, root: Path) -> tuple[Path | None, str | None]:
+    """The checkpoint that a run starts from (None: the model as it is), and the line that says so.
+
+    Raises:
+        ConfigError: for a run or file that is not there.
+        CheckpointError: for a file that does not fit the model.
+    """
+    origin = origin_of(model)
+    if init == "current":
+        return None, None if origin.holds is None else f"starts from {origin.holds}"
+    if init == "initial":
+        if origin.initial is None:
+            return None, "starts from its initial weights, which are the current ones"
+        if not origin.initial.is_file():
+            message = f"init=initial: {origin.initial} is gone, its run was deleted; use --init current"
+            raise ConfigError(message)
+        path = origin.initial
+    else:
+        path = checkpoint.checkpoint_path(init)
+        if not path.is_file():
+            if path.suffix in (".pt", ".pth"):
+                message = f"init={init}: no such checkpoint file; init is current, initial, a run, or a file"
+                raise ConfigError(message)
+            path = find_run(init, root).checkpoints / "last.pt"
+    problems = checkpoint.misfits(model, checkpoint.state_of(checkpoint.read(path), path))
+    if problems:
+        shown = "\n  ".join(problems[:12])
+        message = f"init={init}: {path} does not fit the model:\n  {shown}"
+        raise CheckpointError(message)
+    return path.resolve(), f"starts from {path.parent.parent.name}, {path.name}" if path.parent.name == "checkpoints" else f"starts from {path}"
+
+
+def chosen(config: TrainConfig) -> str | None:
+    """`load` resolved: last, best, or None where nothing is loaded."""
+    if config.load == "none":
+        return None
+    return config.load if config.load != "auto" else "best" if config.patience is not None else "last"
+
+
+def file_of(run: RunDir, which: str | int) -> Path:
+    """The checkpoint file that `which` names.
+
+    Raises:
+        CheckpointError: lists what is there.
+    """
+    name = f"epoch-{which:04d}" if isinstance(which, int) and not isinstance(which, bool) else str(which)
+    path = run.checkpoints / f"{name}.pt"
+    if path.is_file():
+        return path
+    have = sorted(file.stem for file in run.checkpoints.glob("*.pt"))
+    rule = f"it has {', '.join(have)}" if have else "it has none (a run that failed before its first step keeps no checkpoint)"
+    message = f"run {run.id} has no checkpoint {which}: {rule}"
+    raise CheckpointError(message)
+
+
+def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
+    """Write a run's checkpoint into a model in place and return the words for what it holds now.
+
+    Raises:
+        CheckpointError: where it is missing, not finite or does not fit; the model is unchanged then.
+    """
+    path = file_of(run, which)
+    content = checkpoint.read(path)
+    state = checkpoint.state_of(content, path)
+    if (bad := checkpoint.non_finite(state)) is not None:
+        message = f"{path.name} of run {run.id} is not finite ({bad}): the model is unchanged; best is kept finite: run.load('best')"
+        raise CheckpointError(message)
+    checkpoint.load_state(model, state, strict=True, what=f"{path.name} of run {run.id}")
+    origin = origin_of(model)
+    if which == "initial":
+        origin.holds = None
+        return "its initial weights"
+    at = f"epoch {content['epoch']}" + (f", step {content['step']}" if not _whole(content) else "")
+    origin.holds = f"run {run.id.rsplit('-', 1)[1]}, {at}"
+    return at
+
+
+def _whole(content: dict[str, object]) -> bool:
+    """Whether a checkpoint stands at the end of its epoch."""
+    return content.get("epochs_done") == content.get("epoch")
+
+
+def remember_initial(model: nn.Module, run: RunDir) -> None:
+    """After a run that made steps: where the weights first bundled for this model are."""
+    origin, path = origin_of(model), run.checkpoints / "initial.pt"
+    if origin.initial is None and path.is_file():
+        origin.initial = path
+
+
+def holds_line(name: str, which: str, at: str, state: RunState, monitor: str) -> str:
+    """The last line of a run: what the model holds, and whether there was better."""
+    entry = next((c for c in state.checkpoints if c["name"] == which), None)
+    value = None if entry is None else entry.get("value")
+    shown = "" if value is None else f" ({monitor} {float(value):.4g})"
+    line = f"{name}: {at}{shown}"
+    best = state.best
+    if which == "last" and best is not None and entry is not None and best["step"] != entry["step"]:
+        line += f'; best was epoch {best["epoch"]} ({float(best["value"]):.4g}): run.load("best")'
+    elif which == "best":
+        line += ", the best"
+    return line

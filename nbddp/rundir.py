@@ -1,0 +1,289 @@
+"""The run directory: the whole truth about a run, and the only thing that kernel and ranks share.
+
+Used in every process; imports neither torch nor Jupyter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbddp.errors import ConfigError
+from nbddp.events import dumps
+from nbddp.process import ProcessId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT_NAME = "nbddp_runs"
+_ID = re.compile(r"^\d{8}-\d{6}-[a-z0-9_]+(?:-[a-z0-9_]+)*-[a-z0-9]{4}$")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader sees the old or the new content, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where the file is missing or unreadable."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only its owner can open, whatever the umask."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o700)
+    return path
+
+
+class RunDir:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent
+
+    @property
+    def data(self) -> Path:
+        """Staged datasets, shared by the runs of one root."""
+        return self.root / "data"
+
+    @property
+    def bundle(self) -> Path:
+        return self.path / "bundle.pt"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def card(self) -> Path:
+        return self.path / "card.html"
+
+    def log(self, rank: int | None) -> Path:
+        """Everything that a rank printed; None is the supervisor."""
+        return self.logs / ("supervisor.log" if rank is None else f"rank-{rank:05d}.log")
+
+    def rank_events(self, rank: int, attempt: int) -> Path:
+        return self.events / f"rank-{rank:05d}.{attempt}.jsonl"
+
+    @property
+    def supervisor_events(self) -> Path:
+        return self.events / "supervisor.jsonl"
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDir:
+        """Make the folder of a new run, readable by its owner only."""
+        try:
+            if not root.exists():
+                private_folder(root)
+            ignore = root / ".gitignore"
+            if not ignore.exists():
+                ignore.write_text("*\n", encoding="utf-8")
+            slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:32] or "run"
+            alphabet = "abcdefghijkmnpqrstuvwxyz23456789"
+            while True:
+                tail = "".join(secrets.choice(alphabet) for _ in range(4))
+                path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{tail}"
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+                    break
+        except OSError as error:
+            message = f"run directories can't be written to {root}: {error.strerror}; choose another folder with --run-root"
+            raise ConfigError(message) from error
+        path.chmod(0o700)
+        run = cls(path)
+        for folder in (run.events, run.logs, run.checkpoints):
+            private_folder(folder)
+        return run
+
+    def write_spec(self, spec: dict[str, Any]) -> None:
+        write_atomically(self.path / "spec.json", dumps(spec).encode())
+
+    def read_spec(self) -> dict[str, Any] | None:
+        return read_json(self.path / "spec.json")
+
+    def ask(self, action: str) -> None:
+        """Leave a request for the ranks, who agree on it at their next common step."""
+        write_atomically(self.path / "control.json", dumps({"action": action, "time": time.time()}).encode())
+
+    def asked(self) -> str | None:
+        """The pending request; costs one `stat` where there is none."""
+        path = self.path / "control.json"
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return None
+        control = read_json(path)
+        return None if control is None else str(control.get("action"))
+
+    def write_result(self, result: dict[str, Any]) -> bool:
+        """Write the terminal state; the first writer wins, and False is returned to the others."""
+        temporary = self.path / f".result.{os.getpid()}.{secrets.token_hex(4)}"
+        write_atomically(temporary, dumps(result).encode())
+        try:
+            os.link(temporary, self.path / "result.json")
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def read_result(self) -> dict[str, Any] | None:
+        return read_json(self.path / "result.json")
+
+    def write_supervisor(self, process: ProcessId) -> None:
+        write_atomically(self.path / "supervisor.json", dumps({"host": socket.gethostname(), "process": process.to_json()}).encode())
+
+    def supervisor(self) -> tuple[str, ProcessId] | None:
+        """Host and process of the supervisor, once it took the run over."""
+        record = read_json(self.path / "supervisor.json")
+        process = None if record is None else ProcessId.from_json(record.get("process"))
+        return None if record is None or process is None else (str(record.get("host")), process)
+
+    def live(self) -> bool:
+        """Whether a process still works on this run, as far as this host can tell."""
+        if self.read_result() is not None:
+            return False
+        owner = self.supervisor()
+        if owner is None:  # still being bundled, or its kernel died before the launch
+            spec = self.read_spec() or {}
+            kernel = ProcessId.from_json(spec.get("kernel"))
+            return kernel is not None and spec.get("host") == socket.gethostname() and kernel.alive()
+        host, process = owner
+        return host != socket.gethostname() or process.alive()
+
+    def processes(self) -> list[tuple[int, ProcessId]]:
+        """Rank and process of every rank that has said that it started."""
+        found = []
+        for path in sorted(self.events.glob("rank-*.jsonl")):
+            with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
+                record = json.loads(file.readline())
+                process = ProcessId.from_json(record["data"].get("process"))
+                if process is not None:
+                    found.append((int(record["rank"]), process))
+        return found
+
+    def bytes(self) -> int:
+        """Size of the run's own files."""
+        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
+
+    def drop_payload(self) -> None:
+        """Keep the record of a run that failed before its first step, not its payload."""
+        self.bundle.unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+
+def run_dirs(root: Path) -> list[RunDir]:
+    """The runs of a root, oldest first."""
+    if not root.is_dir():
+        return []
+    return [RunDir(path) for path in sorted(root.iterdir()) if path.is_dir() and _ID.match(path.name)]
+
+
+def find_run(name: str | Path, root: Path) -> RunDir:
+    """A run by its directory, its id or a unique part of its id.
+
+    Raises:
+        ConfigError: where none or several match.
+    """
+    path = Path(name).expanduser()
+    if (path / "spec.json").is_file():
+        return RunDir(path.resolve())
+    found = [run for run in run_dirs(root) if str(name) in run.id]
+    exact = [run for run in found if run.id == str(name) or run.id.endswith(f"-{name}")]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    what = f"{len(found)} runs match {name}: {', '.join(run.id for run in found[-5:])}" if found else f"no run {name} in {root}"
+    message = f"{what}; %ddp_runs lists them"
+    raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def data_lock(data: Path) -> Iterator[None]:
+    """Hold the lock under which staged data is referred to and released."""
+    private_folder(data)
+    with (data / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def release_data(root: Path) -> list[Path]:
+    """Delete staged datasets that no run needs any more, and return them.
+
+    Needed are those of live runs and of the latest run of every living kernel, so that running a cell again does not stage its data again.
+    """
+    data = root / "data"
+    if not data.is_dir():
+        return []
+    released = []
+    with data_lock(data):
+        needed: set[str] = set()
+        latest: dict[ProcessId, set[str]] = {}
+        for run in run_dirs(root):
+            spec = run.read_spec() or {}
+            hashes = {str(ref["hash"]) for ref in spec.get("data", [])}
+            kernel = ProcessId.from_json(spec.get("kernel"))
+            if hashes and run.live():
+                needed |= hashes
+            if hashes and kernel is not None and (kernel.alive() or spec.get("host") != socket.gethostname()):
+                latest[kernel] = hashes
+        needed.update(*latest.values())
+        for path in data.glob("*.pt"):
+            if path.stem not in needed:
+                path.unlink(missing_ok=True)
+                released.append(path)
+    return released
+
+
+def prune_runs(root: Path, *, keep: int, older_than_days: float, dry_run: bool) -> list[RunDir]:
+    """Runs that have ended, beyond the newest `keep` and older than `older_than_days`; deleted unless `dry_run`."""
+    ended = [run for run in run_dirs(root) if not run.live()]
+    limit = time.time() - older_than_days * 86400
+    old = [run for run in ended[: max(0, len(ended) - keep)] if run.path.stat().st_mtime < limit]
+    if not dry_run:
+        for run in old:
+            shutil.rmtree(run.path, ignore_errors=True)
+        release_data(root)
+    return old

@@ -1,0 +1,380 @@
+"""RunState: what a run looks like now, folded from its events.
+
+A pure fold without IO: watching a run live and attaching to it later are the same code. Memory is bounded however long the run is: curves are
+thinned to about 600 points. Used in the kernel; imports neither torch nor Jupyter.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from nbddp.events import Event
+
+State = Literal["starting", "running", "finished", "stopped", "failed"]
+PHASES = ("data", "forward", "backward", "sync", "optimizer")
+CURVE_POINTS = 600
+EPOCHS = 500
+"""How many of the last epochs a state remembers; `nbddp.kernel.history` has them all."""
+
+
+class Curve:
+    """A thinned series of an even number of points: when it is full, neighbours are averaged and the stride doubles."""
+
+    def __init__(self, points: int = CURVE_POINTS) -> None:
+        self._points, self._stride = points, 1
+        self.x: list[float] = []
+        self.y: list[float] = []
+        self._sum_x = self._sum_y = 0.0
+        self._n = self._finite = 0
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point; where no value of a stride is finite there is a gap."""
+        self._sum_x, self._n = self._sum_x + x, self._n + 1
+        if math.isfinite(y):
+            self._sum_y, self._finite = self._sum_y + y, self._finite + 1
+        if self._n < self._stride:
+            return
+        self.x.append(self._sum_x / self._n)
+        self.y.append(self._sum_y / self._finite if self._finite else math.nan)
+        self._sum_x = self._sum_y = 0.0
+        self._n = self._finite = 0
+        if len(self.x) >= self._points:
+            self.x = [(a + b) / 2 for a, b in zip(self.x[::2], self.x[1::2], strict=True)]
+            self.y = [_mean(a, b) for a, b in zip(self.y[::2], self.y[1::2], strict=True)]
+            self._stride *= 2
+
+    def copy(self) -> Curve:
+        """A curve that later points do not reach."""
+        other = copy.copy(self)
+        other.x, other.y = self.x.copy(), self.y.copy()
+        return other
+
+
+def _mean(a: float, b: float) -> float:
+    """The mean of those that are finite."""
+    return b if math.isnan(a) else a if math.isnan(b) else (a + b) / 2
+
+
+@dataclass(slots=True)
+class RankState:
+    """One row of the per-rank table; durations are means per step over the last report."""
+
+    rank: int
+    device: str = ""
+    backend: str = ""
+    process: list[int] = field(default_factory=list)
+    step: int = 0
+    phase: str = "starting"
+    memory: int = 0
+    samples_per_s: float = 0.0
+    times_s: dict[str, float] = field(default_factory=dict)
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """What an epoch ended with; `values` holds val_loss and whatever else was recorded."""
+
+    epoch: int
+    step: int
+    stage: int
+    loss: float
+    duration_s: float
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """The smallest value that a quantity had, and where."""
+
+    value: float
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The figures of the log line: the last step's and the mean over the epoch so far, in seconds; times are maxima over ranks."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    samples_per_epoch: int = 0
+    loss: float = math.nan
+    epoch_loss: float = math.nan
+    data_s: float = 0.0
+    network_s: float = 0.0
+    aggregation_s: float = 0.0
+    mean_data_s: float = 0.0
+    mean_network_s: float = 0.0
+    mean_aggregation_s: float = 0.0
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Report:
+        """Read the figures of an event; those that it lacks keep their default, those that are not known here are left out."""
+        values: dict[str, Any] = {item.name: (int if item.type == "int" else float)(record[item.name]) for item in fields(cls) if item.name in record}
+        return cls(**values)
+
+
+@dataclass(slots=True)
+class RunState:
+    """Everything a view shows, bounded in size. Feed it with `fold`."""
+
+    state: State = "starting"
+    phase: str = "starting"
+    plan: dict[str, Any] = field(default_factory=dict)
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    step: int = 0
+    epoch: int = 0
+    stage: int = 0
+    total_steps: int | None = None
+    lr: float = math.nan
+    report: Report = field(default_factory=Report)
+    train_curve: Curve = field(default_factory=Curve)
+    val_curve: Curve = field(default_factory=Curve)
+    epochs: deque[EpochRecord] = field(default_factory=lambda: deque(maxlen=EPOCHS))
+    validated: dict[str, float] = field(default_factory=dict)
+    lowest: dict[str, Extreme] = field(default_factory=dict)
+    nonfinite_steps: int = 0
+    phase_sums_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    recent_phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    slowest: int | None = None
+    slow_counts: dict[int, int] = field(default_factory=dict)
+    wait_s: float = 0.0
+    samples: int = 0
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    warm_steps: int = 0
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    messages: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
+    stop_reason: str | None = None
+    stop_text: str = ""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    started_mono: float | None = None
+    last_mono: float | None = None
+    launched_time: float | None = None
+    first_step_time: float | None = None
+    finished_time: float | None = None
+    _rate: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
+    _first: tuple[float, int] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is a terminal one."""
+        return self.state in ("finished", "stopped", "failed")
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the run that is done, 0 to 1; None where only time limits it."""
+        return None if not self.total_steps else min(1.0, self.step / self.total_steps)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to go at the rate so far, pauses for validation included; None while that is not known."""
+        if not self.total_steps or self.steps_per_s <= 0:
+            return None
+        per_step = 1 / self.steps_per_s
+        if self._first is not None and self.last_mono is not None and self.step > self._first[1]:
+            per_step = max(per_step, (self.last_mono - self._first[0]) / (self.step - self._first[1]))
+        return max(0, self.total_steps - self.step) * per_step
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Seconds from rank 0's start to its latest event."""
+        return None if self.started_mono is None or self.last_mono is None else max(0.0, self.last_mono - self.started_mono)
+
+    def fold(self, event: Event) -> None:
+        """Take one event in; kinds that are not known are kept out of the way."""
+        if event.rank == 0:
+            self.last_mono = event.mono
+        handler = _HANDLERS.get(event.kind)
+        if handler is not None:
+            handler(self, event)
+
+    def snapshot(self) -> RunState:
+        """A state that later events do not reach, for another thread."""
+        other = copy.copy(self)
+        other.ranks = {rank: copy.copy(row) for rank, row in self.ranks.items()}
+        other.train_curve, other.val_curve = self.train_curve.copy(), self.val_curve.copy()
+        for name in _CONTAINERS:
+            setattr(other, name, copy.copy(getattr(self, name)))
+        return other
+
+    def rank(self, rank: int) -> RankState:
+        """The row of a rank, made where there was none."""
+        return self.ranks.setdefault(rank, RankState(rank))
+
+
+def _started(state: RunState, event: Event) -> None:
+    row = state.rank(event.rank)
+    row.device, row.backend = str(event.data.get("device", "")), str(event.data.get("backend", ""))
+    row.process = list(event.data.get("process", []))
+    if event.rank == 0:
+        state.started_mono = event.mono
+
+
+def _plan(state: RunState, event: Event) -> None:
+    state.plan = event.data
+    state.total_steps = event.data.get("total_steps")
+
+
+def _phase(state: RunState, event: Event) -> None:
+    phase = str(event.data.get("phase", ""))
+    state.rank(max(event.rank, 0)).phase = phase
+    if event.rank == 0:
+        state.phase = phase
+        if phase == "training" and not state.done:
+            state.state = "running"
+        if event.data.get("first_step") and state.first_step_time is None:
+            state.first_step_time = event.time
+
+
+def _steps(state: RunState, event: Event) -> None:
+    columns = event.data
+    steps = columns.get("step", [])
+    if not steps:
+        return
+    if not state.done:
+        state.state = "running"
+    losses = [float(value) for value in columns["loss"]]
+    for step, loss in zip(steps, losses, strict=True):
+        state.train_curve.add(float(step), loss)
+        state.nonfinite_steps += not math.isfinite(loss)
+    warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
+    for phase in PHASES:
+        values = columns[f"{phase}_s"]
+        state.recent_phases_s[phase] = sum(values) / len(values)
+        state.phase_sums_s[phase] += sum(values[index] for index in warm)
+    state.warm_steps += len(warm)
+    for rank in columns["slowest_rank"]:
+        state.slow_counts[rank] = state.slow_counts.get(rank, 0) + 1
+    state.slowest = columns["slowest_rank"][-1]
+    state.wait_s = sum(columns["wait_s"]) / len(steps)
+    state.step, state.epoch, state.stage = steps[-1], columns["epoch"][-1], columns["stage"][-1]
+    state.lr = float(columns["lr"][-1])
+    state.samples += sum(columns["samples"])
+    if warm:
+        _rate(state, columns, warm)
+        if state._first is None:
+            state._first = (event.mono, state.step)
+    for row in columns.get("ranks", []):
+        rank = state.rank(row["rank"])
+        rank.step, rank.memory = state.step, row.get("memory", 0)
+        rank.samples_per_s = float(row.get("samples_per_s", 0.0))
+        rank.times_s = {phase: float(row[f"{phase}_s"]) for phase in PHASES}
+    if "report" in columns:
+        state.report = Report.from_json(columns["report"])
+
+
+def _rate(state: RunState, columns: dict[str, Any], warm: list[int]) -> None:
+    """Throughput within steps over the last reports: warm-up, validation and checkpoints left out, however short an epoch is."""
+    busy_s = sum(columns[f"{phase}_s"][index] for phase in PHASES for index in warm)
+    state._rate.append((busy_s, len(warm), sum(columns["samples"][index] for index in warm)))
+    busy_s, steps, samples = (sum(column) for column in zip(*state._rate, strict=True))
+    if busy_s > 0:
+        state.steps_per_s, state.samples_per_s = steps / busy_s, samples / busy_s
+
+
+def _note_lowest(state: RunState, name: str, value: float, epoch: int, step: int) -> None:
+    if math.isfinite(value) and (name not in state.lowest or value < state.lowest[name].value):
+        state.lowest[name] = Extreme(value, epoch, step)
+
+
+def _epoch(state: RunState, event: Event) -> None:
+    data = event.data
+    record = EpochRecord(data["epoch"], data["step"], data["stage"], float(data["loss"]), float(data["duration_s"]))
+    state.epochs.append(record)
+    _note_lowest(state, "loss", record.loss, record.epoch, record.step)
+
+
+def _validation(state: RunState, event: Event) -> None:
+    values = {name: float(value) for name, value in event.data["values"].items()}
+    step, epoch = event.data["step"], event.data.get("epoch", state.epoch)
+    state.validated = values
+    for name, value in values.items():
+        _note_lowest(state, name, value, epoch, step)
+    if "val_loss" in values:
+        state.val_curve.add(float(step), values["val_loss"])
+    if state.epochs and (record := state.epochs[-1]).step == step:
+        state.epochs[-1] = replace(record, values={**record.values, **values})
+
+
+def _checkpoint(state: RunState, event: Event) -> None:
+    entry = dict(event.data)
+    state.checkpoints = [known for known in state.checkpoints if known["name"] != entry["name"] and known["name"] not in entry.get("removed", ())]
+    state.checkpoints.append(entry)
+    if entry["name"] == "best":
+        state.best = entry
+
+
+def _message(state: RunState, event: Event) -> None:
+    state.messages.append({"rank": event.rank, "time": event.time, **event.data})
+
+
+def _heartbeat(state: RunState, event: Event) -> None:
+    row = state.rank(event.rank)
+    row.step, row.phase = int(event.data.get("step", row.step)), str(event.data.get("phase", row.phase))
+    row.memory = int(event.data.get("memory", row.memory))
+
+
+def _stopping(state: RunState, event: Event) -> None:
+    state.stop_reason = str(event.data.get("reason", ""))
+    state.stop_text = str(event.data.get("text") or state.stop_reason)
+    state.phase = "stopping"
+
+
+def _failed(state: RunState, event: Event) -> None:
+    state.failures.append({"rank": event.rank, "time": event.time, **event.data})
+
+
+def _finished(state: RunState, event: Event) -> None:
+    state.rank(event.rank).finished = True
+
+
+def _launched(state: RunState, event: Event) -> None:
+    state.launched_time = event.time
+
+
+def _exited(state: RunState, event: Event) -> None:
+    """The supervisor's last word, the same as in result.json."""
+    state.state = event.data["state"]
+    state.finished_time = event.time
+    state.phase = state.state
+
+
+_HANDLERS = {
+    "started": _started,
+    "plan": _plan,
+    "phase": _phase,
+    "steps": _steps,
+    "epoch": _epoch,
+    "validation": _validation,
+    "checkpoint": _checkpoint,
+    "message": _message,
+    "heartbeat": _heartbeat,
+    "stopping": _stopping,
+    "failed": _failed,
+    "finished": _finished,
+    "launched": _launched,
+    "exited": _exited,
+}
+
+_CONTAINERS = (
+    "plan",
+    "epochs",
+    "validated",
+    "lowest",
+    "phase_sums_s",
+    "recent_phases_s",
+    "slow_counts",
+    "checkpoints",
+    "messages",
+    "failures",
+    "_rate",
+)

@@ -1,0 +1,1 @@
+"""Everything that runs in a rank. Never imports IPython, ipywidgets, traitlets or zmq."""

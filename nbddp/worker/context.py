@@ -1,0 +1,72 @@
+"""What a rank works with: the run's files, options and plan, this rank's place, and what travelled from the notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nbddp.config import TrainConfig
+from nbddp.events import EventWriter
+from nbddp.plan import Plan
+from nbddp.rundir import RunDir
+from nbddp.worker.group import Ranks
+from nbddp.worker.position import Position
+from nbddp.worker.step import Step, step_from_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The user's functions, under the names of the cell's body."""
+
+    training_step: Step
+    validation_step: Step
+    training_name: str
+    validation_name: str
+    optimizer: Callable[[nn.Module], Any] | None
+    scheduler: Callable[[Any], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    val_collate_fn: Callable[[list[Any]], Any] | None
+    worker_init_fn: Callable[[int], None] | None
+
+    @classmethod
+    def of(cls, hooks: dict[str, Any]) -> Hooks:
+        training, validation = hooks.get("training_step"), hooks.get("validation_step")
+        from_loss = step_from_loss(hooks["loss"]) if hooks.get("loss") is not None else None
+        step = training or from_loss
+        assert step is not None
+        return cls(
+            training_step=step,
+            validation_step=validation or step,
+            training_name="training_step" if training else "loss",
+            validation_name="validation_step" if validation else "training_step" if training else "loss",
+            optimizer=hooks.get("optimizer"),
+            scheduler=hooks.get("scheduler"),
+            collate_fn=hooks.get("collate_fn"),
+            val_collate_fn=hooks.get("val_collate_fn", hooks.get("collate_fn")),
+            worker_init_fn=hooks.get("worker_init_fn"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One rank's view of the run."""
+
+    run_dir: RunDir
+    spec: dict[str, Any]
+    config: TrainConfig
+    plan: Plan
+    ranks: Ranks
+    events: EventWriter
+    position: Position
+    hooks: Hooks
+    model: nn.Module
+    train_data: Any
+    val_data: Any | None
+
+    def message(self, text: str, *, level: str = "info") -> None:
+        """Tell the user something, from rank 0."""
+        if self.ranks.rank == 0:
+            self.events.emit("message", level=level, text=text)

@@ -1,0 +1,101 @@
+"""The process groups of a rank: one for gradients, and one of its own for telemetry, so that the two never wait for each other."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbddp.worker.errors import ReplicasDiffer
+
+if TYPE_CHECKING:
+    from nbddp.plan import Plan
+
+_INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    telemetry: dist.ProcessGroup | None
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Give every rank the buffers of rank 0: BatchNorm's running statistics differ per rank after a step."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum float64 values over ranks; blocks."""
+        if self.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.telemetry)
+        return [float(value) for value in total]
+
+    def gather_objects(self, value: object) -> list[object]:
+        """Every rank's value, on every rank; blocks. For small plain values only."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[object] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.telemetry)
+        return gathered
+
+    def compare_replicas(self, model: nn.Module) -> None:
+        """Compare a digest of every parameter over the ranks.
+
+        Raises:
+            ReplicasDiffer: names the first parameters that are not the same bits on all ranks.
+        """
+        if self.world_size == 1:
+            return
+        named = [(name, parameter.detach()) for name, parameter in model.named_parameters() if parameter.numel()]
+        if not named:
+            return
+        mine = torch.stack([_digest(parameter) for _, parameter in named]).cpu()
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.telemetry)
+        for rank, other in enumerate(everyone):
+            differing = (other != everyone[0]).any(dim=1).nonzero().flatten().tolist()
+            if differing:
+                names = ", ".join(named[index][0] for index in differing[:4])
+                raise ReplicasDiffer(rank, names, len(differing))
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    """Two int64 sums over the bits, the second weighted by position modulo a prime: exact, so independent of the order of summing."""
+    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    bits = real.contiguous().view(_INTEGER_OF[real.element_size()]).flatten().to(torch.int64)
+    place = torch.arange(bits.numel(), device=bits.device).remainder_(65521)
+    return torch.stack([bits.sum(), (bits * place).sum()])
+
+
+def join_group(plan: Plan, timeout_s: float) -> Ranks:
+    """Form the process groups with the other ranks, whose addresses torch elastic has put into the environment."""
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = torch.device("cpu")
+    if plan.device == "cuda":
+        device = torch.device("cuda", plan.device_indices[local_rank])
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        return Ranks(rank, world_size, local_rank, device, plan.backend, None)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(plan.backend, timeout=timeout, device_id=device if plan.backend == "nccl" else None)
+    telemetry = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(rank, world_size, local_rank, device, plan.backend, telemetry)
+
+
+def leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,317 @@
+"""The training loop of a rank: stages, epochs, steps, and what happens between them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Subset
+
+from nbddp.data import Batches, LoaderOptions, Shares, make_fetch, split_indices
+from nbddp.worker import rng
+from nbddp.worker.errors import StepError
+from nbddp.worker.optim import Scheduler, make_optimizer
+from nbddp.worker.progress import Best, Progress
+from nbddp.worker.report import Reporter
+from nbddp.worker.saver import Every, Saver
+from nbddp.worker.step import StepModule
+from nbddp.worker.telemetry import SAVE_DUE, SAVE_OK, STOP_ASKED, STOP_TIME, StepRecord, Telemetry
+from nbddp.worker.update import Updater
+from nbddp.worker.validate import Validation
+from nbddp.worker.wrap import Replica
+
+if TYPE_CHECKING:
+    from nbddp.config import TrainConfig
+    from nbddp.worker.context import Context
+
+WARMUP_STEPS = 3
+"""First steps of a stage, kept out of throughput, ETA and advice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One entry of the list that the loop runs over, with the options that hold in it."""
+
+    index: int
+    config: TrainConfig
+
+
+def train(context: Context) -> Progress:
+    """Train from the first step to the last, or until all ranks agree to stop."""
+    return Training(context).run()
+
+
+class Training:
+    """A run on one rank. All ranks make the same calls that communicate, in the same order."""
+
+    def __init__(self, context: Context) -> None:
+        config, plan, ranks = context.config, context.plan, context.ranks
+        self._context, self._progress, self._best = context, Progress(), Best.of(config)
+        self._began = time.monotonic()
+        samples = plan.n_train - plan.dropped
+        self._reporter = Reporter(context.events, rank=ranks.rank, world_size=ranks.world_size, samples_per_epoch=samples, on_nan=config.on_nan)
+        self._telemetry = Telemetry(ranks, decide=self._decide, apply=self._reporter)
+        self._saver = Saver(context)
+        self._val_every = Every.parse(config.val_every)
+        self._validated_at = self._monitored_at = self._saved_at = -1
+        self._values: dict[str, float] = {}
+        train_data, val_data = context.train_data, context.val_data
+        if config.val_split is not None:
+            train_indices, val_indices = split_indices(len(train_data), config.val_split, config.seed)
+            train_data, val_data = Subset(train_data, train_indices.tolist()), Subset(train_data, val_indices.tolist())
+        options = LoaderOptions(
+            num_workers=plan.workers_per_rank,
+            prefetch_factor=config.prefetch_factor,
+            persistent=config.persistent_workers,
+            pin_memory=ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory and torch.cuda.is_available(),
+            worker_init_fn=context.hooks.worker_init_fn,
+        )
+        self._batches = Batches(make_fetch(train_data, context.hooks.collate_fn), options, ranks.device)
+        self._validation = Validation(context, val_data, options) if val_data is not None and plan.n_val else None
+
+    def run(self) -> Progress:
+        context, progress = self._context, self._progress
+        context.model.to(context.ranks.device)
+        if not context.model.training:
+            context.model.train()
+        rng.seed_rank(context.config.seed, context.ranks.rank)
+        self._saver.write_initial()
+        try:
+            for stage in (Stage(0, context.config),):
+                self._enter(stage)
+                self._epochs(stage)
+                if progress.stopped:
+                    break
+            self._end()
+        finally:
+            self._saver.close()
+        return progress
+
+    def _enter(self, stage: Stage) -> None:
+        """Everything that a stage has of its own: replica, optimizer, scheduler, sampler."""
+        context, hooks, ranks, plan = self._context, self._context.hooks, self._context.ranks, self._context.plan
+        self._progress.stage = stage.index
+        replica = Replica(StepModule(context.model, hooks.training_step), stage.config, ranks)
+        self._optimizer = make_optimizer(context.model, stage.config, hooks.optimizer)
+        self._scheduler = Scheduler(self._optimizer, stage.config, hooks.scheduler)
+        self._updater = Updater(context, replica, self._optimizer)
+        self._shares = Shares(
+            n=plan.n_train,
+            batch_size=plan.batch_size,
+            world_size=ranks.world_size,
+            rank=ranks.rank,
+            accumulate=stage.config.accumulate,
+            drop_last=stage.config.drop_last,
+            shuffle=stage.config.shuffle,
+            seed=stage.config.seed,
+            stage=stage.index,
+        )
+        self._warmup_until = self._progress.step + WARMUP_STEPS
+        self._phase("training")
+
+    def _epochs(self, stage: Stage) -> None:
+        progress, plan = self._progress, self._context.plan
+        while not self._over() and (plan.epochs is None or progress.epochs_done < plan.epochs):
+            progress.epoch, progress.epoch_step = progress.epochs_done + 1, 0
+            self._epoch(stage)
+
+    def _over(self) -> bool:
+        limit = self._context.plan.max_steps
+        return self._progress.stopped or (limit is not None and self._progress.step >= limit)
+
+    def _epoch(self, stage: Stage) -> None:
+        progress, position = self._progress, self._context.position
+        position.epoch, began = progress.epoch, time.monotonic()
+        self._reporter.begin_epoch()
+        batches = self._batches.epoch(self._shares.epoch(progress.epoch))
+        aggregation_s = 0.0
+        for _ in range(self._shares.steps):
+            updated = self._updater.step(batches)
+            progress.step += 1
+            progress.epoch_step += 1
+            position.step = progress.step
+            if progress.step == 1:
+                self._first_step()
+            record = StepRecord(
+                step=progress.step,
+                epoch=progress.epoch,
+                stage=stage.index,
+                lr=float(self._optimizer.param_groups[0]["lr"]),
+                samples=updated.samples,
+                warmup=progress.step <= self._warmup_until,
+                sums=updated.sums,
+                times=updated.times,
+                aggregation_s=aggregation_s,
+            )
+            if updated.applied:
+                self._scheduler.after_step()
+            before = time.perf_counter()
+            self._telemetry.tick(record)
+            aggregation_s = time.perf_counter() - before
+            self._between(stage, applied=updated.applied)
+            if self._over():
+                break
+        batches.close()  # type: ignore[attr-defined] - a generator: loader workers of an epoch that was left early end here
+        whole = progress.epoch_step == self._shares.steps
+        if whole or not progress.stopped or progress.reason == "max_time":
+            self._after_epoch(time.monotonic() - began, whole=whole)
+
+    def _first_step(self) -> None:
+        """Names are known now; the kernel learns that training works."""
+        names = self._updater.signature.names or ()
+        self._reporter.names = names
+        self._telemetry.open(len(names))
+        if self._context.ranks.rank == 0:
+            self._context.events.emit("phase", phase="training", first_step=True)
+            self._saver.check(self._optimizer_state())
+
+    def _between(self, stage: Stage, *, applied: bool) -> None:
+        """After a step: decisions of rank 0, and what is due by the number of steps."""
+        progress = self._progress
+        if not applied and stage.config.on_nan == "stop":
+            self._stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
+        flags = self._heed()
+        if progress.stopped:
+            return
+        better = self._val_every.at_step(progress.step) and self._validate()
+        due = bool(flags & SAVE_DUE) or self._saver.at_step(progress.step)
+        if better or due:
+            self._save(best=better, last=due)
+
+    def _heed(self) -> int:
+        """Take rank 0's decisions in; return them."""
+        flags = self._telemetry.take()
+        if flags & STOP_ASKED:
+            self._stop("asked", "stopped as asked")
+        elif flags & STOP_TIME:
+            self._stop("max_time", f"max_time of {self._context.config.max_time:g} s is over")
+        return flags
+
+    def _stop(self, reason: str, text: str) -> None:
+        if not self._progress.stopped:
+            self._progress.stopped, self._progress.reason = True, reason
+            if self._context.ranks.rank == 0:
+                self._context.events.emit("stopping", reason=reason, text=text, step=self._progress.step)
+
+    def _after_epoch(self, duration_s: float, *, whole: bool) -> None:
+        progress = self._progress
+        self._telemetry.flush()
+        self._reporter.finish_log()
+        means = self._reporter.means
+        progress.epochs_done += whole
+        if self._context.ranks.rank == 0:
+            at = {"epoch": progress.epoch, "step": progress.step, "stage": progress.stage}
+            self._context.events.emit("epoch", loss=means.loss, duration_s=duration_s, samples=means.samples, whole=whole, **at)
+        flags = self._heed()
+        if progress.reason == "asked":
+            return
+        last_epoch = self._over() or progress.epochs_done == self._context.plan.epochs
+        better = ((whole and self._val_every.at_epoch(progress.epoch)) or last_epoch) and self._validate()
+        if self._context.plan.monitor == "loss":
+            better = self._monitor({"loss": means.loss})
+        self._scheduler.after_epoch(means.loss if self._best.last is None else self._best.last)
+        due = bool(flags & SAVE_DUE) or (whole and self._saver.at_epoch(progress.epoch, old_enough=bool(flags & SAVE_OK)))
+        if better or due:
+            self._save(best=better, last=due)
+        self._heed()
+
+    def _validate(self) -> bool:
+        """Validate unless these weights were validated already; return whether they are the best so far."""
+        progress, position = self._progress, self._context.position
+        if self._validation is None or self._validated_at == progress.step:
+            return False
+        self._validated_at = progress.step
+        self._telemetry.flush()
+        self._phase("validation")
+        began = time.monotonic()
+        values = self._validation.run(progress.epoch, self._tick_in_validation)
+        self._phase("training")
+        position.step = progress.step
+        if values is None:
+            return False
+        self._values = values
+        if self._context.ranks.rank == 0:
+            at = {"epoch": progress.epoch, "step": progress.step, "stage": progress.stage}
+            self._context.events.emit("validation", values=values, duration_s=time.monotonic() - began, **at)
+            shown = "   ".join(f"{name}: {value:.4f}" for name, value in values.items())
+            print(f"Validation Epoch: {progress.epoch}   {shown}", flush=True)  # noqa: T201 - rank 0's log
+        return self._context.plan.monitor != "loss" and self._monitor(values)
+
+    def _tick_in_validation(self) -> bool:
+        """Count a batch; return whether all ranks leave the validation here."""
+        self._telemetry.tick()
+        return bool(self._telemetry.flags & STOP_ASKED)
+
+    def _monitor(self, values: dict[str, float]) -> bool:
+        """Compare the monitored value with the best before.
+
+        Raises:
+            StepError: where nothing of that name is recorded.
+        """
+        name = self._context.plan.monitor
+        if name not in values:
+            message = f"monitor={name} is not recorded; recorded are {', '.join(dict.fromkeys([*values, 'loss']))}"
+            raise StepError(message)
+        self._monitored_at = self._progress.step
+        return self._best.update(values[name], self._progress)
+
+    def _save(self, *, best: bool, last: bool) -> None:
+        """A checkpoint of this very step: what was measured so far is applied first."""
+        progress = self._progress
+        self._telemetry.flush()
+        self._phase("checkpoint")
+        value = self._best.last if self._monitored_at == progress.step else None
+        self._saver.save(self._state(), value=value, best=best, last=last)
+        if last:
+            self._saved_at = progress.step
+        self._phase("training")
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state()}
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the weights, the random states and the versions."""
+        progress, config, means = self._progress, self._context.config, self._reporter.means
+        return {
+            **self._optimizer_state(),
+            "stage": progress.stage,
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "epochs_done": progress.epochs_done,
+            "sampler": {"seed": config.seed, "stage": progress.stage, "epoch": progress.epoch, "step": progress.epoch_step},
+            "epoch_sums": {"loss": means.loss_sum, "weight": means.weight, "samples": means.samples, "steps": means.steps, "times": means.times.tolist()},
+            "values": dict(self._values),
+            "metrics": {},
+            "early_stop": {},
+            "best": self._best.state(),
+        }
+
+    def _end(self) -> None:
+        """The last checkpoint: of the weights that training ended with."""
+        self._telemetry.flush()
+        self._reporter.finish_log()
+        if self._saved_at != self._progress.step:
+            self._save(best=False, last=True)
+
+    def _decide(self) -> int:
+        """Rank 0's decisions, which travel with its telemetry."""
+        flags = 0
+        if self._context.run_dir.asked() == "stop":
+            flags |= STOP_ASKED
+        limit = self._context.config.max_time
+        if limit is not None and time.monotonic() - self._began >= limit:
+            flags |= STOP_TIME
+        if self._saver.due():
+            flags |= SAVE_DUE
+        if self._saver.old_enough():
+            flags |= SAVE_OK
+        return flags
+
+    def _phase(self, phase: str) -> None:
+        self._context.position.phase = phase
+        if self._context.ranks.rank == 0:
+            self._context.events.emit("phase", phase=phase)
+
+

@@ -1,0 +1,165 @@
+"""Entry of a rank: called by torch elastic in a process of its own, forked from the supervisor's forkserver.
+
+Sets the process up, loads what travelled from the notebook, trains, and writes down how it ended. Imports neither IPython nor ipywidgets,
+traitlets or zmq.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbddp import bundle, checkpoint
+from nbddp.config import TrainConfig
+from nbddp.deathguard import die_with_parent
+from nbddp.events import EventWriter
+from nbddp.plan import Plan
+from nbddp.process import ProcessId
+from nbddp.rundir import RunDir
+from nbddp.worker.context import Context, Hooks
+from nbddp.worker.failure import failure_record
+from nbddp.worker.group import Ranks, join_group, leave_group
+from nbddp.worker.loop import train
+from nbddp.worker.output import redirect
+from nbddp.worker.position import Heartbeat, Position
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ELASTIC = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE")
+PREFIXES = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GLOO_SOCKET_", "NCCL_SOCKET_", "NBDDP_")
+
+
+def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
+    """Work as one rank of a run. Returns when training ended in order; a failure is written down and exits with code 1."""
+    rank = int(os.environ["RANK"])
+    run = RunDir(Path(run_dir))
+    die_with_parent()
+    redirect(run.log(rank))
+    _install_environment(environment)
+    events = EventWriter(run.rank_events(rank, attempt), run=run.id, rank=rank, attempt=attempt)
+    position = Position()
+    cells: dict[str, bundle.CellSource] = {}
+    try:
+        _work(run, rank, events, position, cells)
+    except BaseException as error:  # noqa: BLE001 - the boundary of user code: whatever ends it is written down, SystemExit included
+        record = failure_record(error, cells, position.phase)
+        events.emit("failed", **record)
+        sys.stderr.write(record["traceback"] + "\n")
+        sys.stderr.flush()
+        events.close()
+        os._exit(1)  # the group is broken: nothing of it can be left in order, and atexit handlers could wait for it
+    events.close()
+
+
+def _install_environment(environment: Mapping[str, str]) -> None:
+    """The kernel's environment, and what torch elastic says about this rank."""
+    own = {name: value for name, value in os.environ.items() if name in ELASTIC or name.startswith(PREFIXES)}
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(own)
+    if threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", threads)
+    time.tzset()
+
+
+def _work(run: RunDir, rank: int, events: EventWriter, position: Position, cells: dict[str, bundle.CellSource]) -> None:
+    spec = run.read_spec()
+    assert spec is not None, "spec.json is written before the launch"
+    plan, config = Plan.from_json(spec["plan"]), TrainConfig(**spec["config"])
+    _prepare_process(run, rank, plan, config)
+    device = torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", plan.device_indices[int(os.environ["LOCAL_RANK"])])
+    name = plan.device_name if plan.device == "cuda" else "CPU"
+    events.emit(
+        "started",
+        process=ProcessId.current().to_json(),
+        host=socket.gethostname(),
+        device=str(device),
+        device_name=name,
+        backend=plan.backend,
+        world_size=plan.nproc,
+        threads=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+    )
+    sys.stdout.write(f"Process group initialised: backend={plan.backend}, rank={rank}, world_size={plan.nproc}\n")
+    heartbeat = Heartbeat(events, position, device)
+    began = time.monotonic()
+    position.phase = "loading"
+    loaded = _load(run, spec, cells)
+    position.phase = "joining"
+    ranks = join_group(plan, config.process_group_timeout_s)
+    try:
+        context = _context(run, spec, config, plan, ranks, events, position, loaded)
+        progress = train(context)
+        events.emit(
+            "finished",
+            step=progress.step,
+            epoch=progress.epoch,
+            stopped=progress.stopped,
+            reason=progress.reason,
+            duration_s=time.monotonic() - began,
+        )
+    finally:
+        heartbeat.stop()
+    leave_group()
+
+
+def _prepare_process(run: RunDir, rank: int, plan: Plan, config: TrainConfig) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # else loader workers would come from a forkserver of their own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks = (run.logs / f"rank-{rank:05d}.stacks").open("w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(plan.threads)
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+
+
+def _load(run: RunDir, spec: dict[str, Any], cells: dict[str, bundle.CellSource]) -> bundle.Loaded:
+    bundle.Interpreter.from_json(spec["interpreter"]).apply()
+    torch.set_float32_matmul_precision(spec["matmul_precision"])
+    refs = [bundle.DataRef(**ref) for ref in spec["data"]]
+    loaded = bundle.load(run.bundle, run.data, refs)
+    cells.update(loaded.cells)
+    return loaded
+
+
+def _context(
+    run: RunDir,
+    spec: dict[str, Any],
+    config: TrainConfig,
+    plan: Plan,
+    ranks: Ranks,
+    events: EventWriter,
+    position: Position,
+    loaded: bundle.Loaded,
+) -> Context:
+    if spec.get("init_path"):
+        path = Path(spec["init_path"])
+        checkpoint.load_state(loaded.model, checkpoint.state_of(checkpoint.read(path), path), strict=True, what=str(path))
+    context = Context(
+        run_dir=run,
+        spec=spec,
+        config=config,
+        plan=plan,
+        ranks=ranks,
+        events=events,
+        position=position,
+        hooks=Hooks.of(loaded.hooks),
+        model=loaded.model,
+        train_data=loaded.datasets["train"],
+        val_data=loaded.datasets.get("val"),
+    )
+    if ranks.rank == 0:
+        events.emit("plan", **spec["plan"], line=spec["plan_line"], total_steps=plan.total_steps)
+    return context

@@ -1,0 +1,152 @@
+"""From what all ranks measured to events, the log line and the means of the epoch."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbddp.state import PHASES
+from nbddp.worker.clock import BACKWARD, DATA, FORWARD, N_PHASES, OPTIMIZER
+from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, TIMES, WEIGHT, Gathered
+
+if TYPE_CHECKING:
+    from nbddp.events import EventWriter
+
+LOG_PERIOD_S = 1.0
+
+
+class EpochMeans:
+    """Sums over the epoch so far; the same on every rank."""
+
+    def __init__(self) -> None:
+        self.loss_sum = self.weight = 0.0
+        self.times = np.zeros(3)
+        self.steps = self.samples = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean over the samples of the epoch so far."""
+        return self.loss_sum / self.weight if self.weight else float("nan")
+
+
+class Reporter:
+    """Takes what was gathered on every rank; rank 0 also writes it down."""
+
+    def __init__(self, events: EventWriter, *, rank: int, world_size: int, samples_per_epoch: int, on_nan: str) -> None:
+        self._events, self._rank, self._world_size = events, rank, world_size
+        self._samples_per_epoch, self._on_nan = samples_per_epoch, on_nan
+        self.names: tuple[str, ...] = ()
+        self.means = EpochMeans()
+        self._last_time = time.monotonic()
+        self._last_log = 0.0
+        self._unlogged: str | None = None
+        self._nan_steps = 0
+
+    def begin_epoch(self) -> None:
+        self.means = EpochMeans()
+
+    def __call__(self, gathered: Gathered) -> None:
+        """Fold the steps into the means; on rank 0 write a `steps` event and, once a second, the log line."""
+        rows, records = gathered.rows, gathered.records
+        phases = rows[:, :, TIMES : TIMES + N_PHASES]
+        own = phases[:, :, [DATA, FORWARD, BACKWARD]].sum(axis=2)
+        network = phases[:, :, FORWARD : OPTIMIZER + 1].sum(axis=2).max(axis=0)
+        slowest = own.argmax(axis=0)
+        data, aggregation = phases[:, :, DATA].max(axis=0), rows[:, :, AGGREGATION].max(axis=0)
+        weight = rows[:, :, WEIGHT].sum(axis=0)
+        loss_sum = rows[:, :, LOSS].sum(axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            loss = loss_sum / weight
+            scalars = rows[:, :, FIRST_SCALAR:].sum(axis=0) / weight[:, None]
+        samples = [record.samples for record in records]
+        means = self.means
+        means.loss_sum += float(loss_sum.sum())
+        means.weight += float(weight.sum())
+        means.times += np.array([data.sum(), network.sum(), aggregation.sum()])
+        means.steps += len(records)
+        means.samples += sum(samples)
+        if self._rank != 0:
+            return
+        self._warn_of_nan(loss, rows, records[0].step)
+        elapsed, self._last_time = time.monotonic() - self._last_time, time.monotonic()
+        last, mean = (data[-1], network[-1], aggregation[-1]), means.times / means.steps
+        chosen = phases[slowest, np.arange(len(records))]
+        columns: dict[str, Any] = {
+            "step": [record.step for record in records],
+            "epoch": [record.epoch for record in records],
+            "stage": [record.stage for record in records],
+            "loss": loss.tolist(),
+            "lr": [record.lr for record in records],
+            "samples": samples,
+            "warmup": [int(record.warmup) for record in records],
+            **{f"{phase}_s": _rounded(chosen[:, index]) for index, phase in enumerate(PHASES)},
+            "network_s": _rounded(network),
+            "wait_s": _rounded(own.max(axis=0) - own.min(axis=0)),
+            "slowest_rank": slowest.tolist(),
+            "scalars": {name: scalars[:, index].tolist() for index, name in enumerate(self.names)},
+            "ranks": [
+                {
+                    "rank": rank,
+                    "samples_per_s": round(sum(samples) / self._world_size / max(elapsed, 1e-9), 1),
+                    "memory": gathered.memory[rank],
+                    **{f"{phase}_s": round(float(phases[rank, :, index].mean()), 7) for index, phase in enumerate(PHASES)},
+                }
+                for rank in range(self._world_size)
+            ],
+            "report": {
+                "step": records[-1].step,
+                "epoch": records[-1].epoch,
+                "samples": means.samples,
+                "samples_per_epoch": self._samples_per_epoch,
+                "loss": float(loss[-1]),
+                "epoch_loss": means.loss,
+                **dict(zip(("data_s", "network_s", "aggregation_s"), _rounded(np.array(last)), strict=True)),
+                **dict(zip(("mean_data_s", "mean_network_s", "mean_aggregation_s"), _rounded(mean), strict=True)),
+            },
+        }
+        self._events.emit("steps", **columns)
+        self._log(columns["report"])
+
+    def _log(self, report: dict[str, Any]) -> None:
+        self._unlogged = log_line(report, world_size=self._world_size)
+        if time.monotonic() - self._last_log >= LOG_PERIOD_S:
+            self.finish_log()
+
+    def finish_log(self) -> None:
+        """Write the last report's line if it was held back."""
+        if self._unlogged is not None:
+            print(self._unlogged, flush=True)  # noqa: T201 - the log line of rank 0
+            self._last_log, self._unlogged = time.monotonic(), None
+
+    def _warn_of_nan(self, loss: np.ndarray, rows: np.ndarray, first: int) -> None:
+        bad = np.flatnonzero(~np.isfinite(loss))
+        if not len(bad):
+            return
+        self._nan_steps += len(bad)
+        if self._nan_steps == len(bad):
+            rank = int(np.flatnonzero(~np.isfinite(rows[:, bad[0], LOSS]))[0])
+            step = first + int(bad[0])
+            does = {"warn": "training goes on", "skip": "the step is skipped", "stop": "the run stops"}[self._on_nan]
+            remedy = "" if self._on_nan != "warn" else "; --on-nan skip or stop keeps the weights finite"
+            self._events.emit("message", level="warning", text=f"step {step}: the loss of rank {rank} is not finite; {does}{remedy}")
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return np.round(values, 7).tolist()  # type: ignore[no-any-return]
+
+
+def log_line(report: dict[str, Any], *, world_size: int) -> str:
+    """The log line: counter in global samples, in parentheses the mean over the epoch so far; times are maxima over ranks, in seconds."""
+    of, seen = report["samples_per_epoch"], report["samples"]
+    share = f"{100 * seen // of}%" if of else "?"
+    parts = [
+        f"Train Epoch: {report['epoch']} [{seen}/{of} ({share})]",
+        f"Loss: {report['loss']:.3f} ({report['epoch_loss']:.3f})",
+        f"Time Dataloader: {report['data_s']:.3f} ({report['mean_data_s']:.3f})",
+        f"Time Network: {report['network_s']:.3f} ({report['mean_network_s']:.3f})",
+    ]
+    if world_size > 1:
+        parts.append(f"Time Loss Aggregation: {report['aggregation_s']:.3f} ({report['mean_aggregation_s']:.3f})")
+    return "   ".join(parts)

@@ -1,0 +1,48 @@
+"""The random streams of a rank: torch, its GPU, Python and numpy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from nbddp.data import derive_seed
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give every rank streams of its own, so that dropout differs between ranks."""
+    own = derive_seed("rank", seed, rank)
+    torch.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own % 2**32)  # noqa: NPY002 - user code draws from numpy's global stream
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of all streams, as tensors and plain types."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - as above
+    version, internal, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": {"version": version, "internal": torch.tensor(internal), "next_gauss": next_gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+    }
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Set all streams to a captured state."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"].tolist()), python["next_gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))  # noqa: NPY002 - as above

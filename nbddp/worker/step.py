@@ -1,0 +1,152 @@
+"""The step as the user wrote it, and what it returns.
+
+The model and the step are one module, so that DDP synchronises whatever the step calls: methods other than forward, several calls, sub-modules.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbddp.worker.errors import StepError
+
+Step = Callable[[nn.Module, Any], Any]
+RESERVED = ("loss", "weight", "output", "target")
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step returned: a scalar loss, the number of samples it is the mean over (None: those drawn), tensors for metrics, further scalars."""
+
+    loss: torch.Tensor
+    weight: torch.Tensor | float | None = None
+    output: Any = None
+    target: Any = None
+    scalars: dict[str, torch.Tensor | float] = field(default_factory=dict)
+
+
+class StepModule(nn.Module):
+    """The user's model and step as one module."""
+
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        super().__init__()
+        self.model = model
+        self._step = step
+
+    def forward(self, batch: Any) -> Any:  # noqa: ANN401 - the user's types
+        return self._step(self.model, batch)
+
+
+def step_from_loss(loss: Callable[[Any, Any], Any]) -> Step:
+    """The step of `loss(output, target)` for batches `(*inputs, target)`."""
+
+    def training_step(model: nn.Module, batch: Any) -> Any:  # noqa: ANN401 - the user's types
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or isinstance(batch, str):
+            what = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if isinstance(batch, list | tuple) else "")
+            message = f"loss(output, target) needs batches (*inputs, target), and this data gives {what}: write training_step(model, batch)"
+            raise StepError(message)
+        *inputs, target = batch
+        output = model(*inputs)
+        return {"loss": loss(output, target), "output": output, "target": target}
+
+    return training_step
+
+
+def read_result(returned: Any, hook: str, *, training: bool) -> StepResult:  # noqa: ANN401 - the user's types
+    """Check what a step returned.
+
+    Raises:
+        StepError: names the hook, what it returned and the rule.
+    """
+    if isinstance(returned, torch.Tensor):
+        result = StepResult(returned)
+    elif isinstance(returned, Mapping):
+        if "loss" not in returned:
+            message = f"{hook} returned a dict without 'loss': {', '.join(map(str, returned)) or 'it is empty'}"
+            raise StepError(message)
+        scalars = {str(name): _scalar(hook, str(name), value) for name, value in returned.items() if name not in RESERVED}
+        weight = returned.get("weight")
+        weight = None if weight is None else _scalar(hook, "weight", weight)
+        result = StepResult(returned["loss"], weight, returned.get("output"), returned.get("target"), scalars)
+    else:
+        message = f"{hook} returned {type(returned).__name__}: it returns the scalar loss, or a dict with 'loss'"
+        raise StepError(message)
+    _check_loss(result.loss, hook, training=training)
+    return result
+
+
+def _check_loss(loss: Any, hook: str, *, training: bool) -> None:  # noqa: ANN401 - the user's types
+    if not isinstance(loss, torch.Tensor):
+        message = f"{hook} returned a loss of type {type(loss).__name__}: it must be a scalar tensor"
+        raise StepError(message)
+    if loss.numel() != 1:
+        message = f"{hook} returned a loss of shape {tuple(loss.shape)}: it must be a scalar, the mean over the samples; .mean() makes one"
+        raise StepError(message)
+    if loss.is_complex() or not loss.is_floating_point():
+        message = f"{hook} returned a loss of dtype {loss.dtype}: it must be a real floating-point scalar"
+        raise StepError(message)
+    if training and not loss.requires_grad:
+        message = f"{hook} returned a loss without a gradient: compute it from the model's output, without detach() or no_grad()"
+        raise StepError(message)
+
+
+def _scalar(hook: str, name: str, value: Any) -> torch.Tensor | float:  # noqa: ANN401 - the user's types
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(())
+    if isinstance(value, numbers.Real):
+        return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    message = f"{hook} returned {name}: {what}; beside loss, weight, output and target a step returns scalars to record"
+    raise StepError(message)
+
+
+class Signature:
+    """What the first step returned besides the loss: later steps, and the other ranks, return the same names."""
+
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+        self.names: tuple[str, ...] | None = None
+        self.weighted = False
+
+    def check(self, result: StepResult) -> bool:
+        """Compare with the first step's; return whether this was the first.
+
+        Raises:
+            StepError: names the scalars that came or went.
+        """
+        names = tuple(result.scalars)
+        if self.names is None:
+            self.names, self.weighted = names, result.weight is not None
+            return True
+        if names == self.names and (result.weight is not None) == self.weighted:
+            return False
+        if set(names) == set(self.names) and (result.weight is not None) == self.weighted:
+            result.scalars = {name: result.scalars[name] for name in self.names}
+            return False
+        was, now = (self._words(names, weighted=weighted) for names, weighted in ((self.names, self.weighted), (names, result.weight is not None)))
+        message = f"{self._hook} returned {now}, and before that {was}: it returns the same names in every step"
+        raise StepError(message)
+
+    def agree(self, everyone: list[object]) -> None:
+        """Compare with what the other ranks' first steps returned.
+
+        Raises:
+            StepError: names a rank that differs.
+        """
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                message = f"{self._hook} returned {everyone[0]} on rank 0 and {other} on rank {rank}: it returns the same names on every rank"
+                raise StepError(message)
+
+    def describe(self) -> str:
+        return self._words(self.names or (), weighted=self.weighted)
+
+    @staticmethod
+    def _words(names: tuple[str, ...], *, weighted: bool) -> str:
+        shown = sorted(names) + (["weight"] if weighted else [])
+        return f"the scalars {', '.join(shown)}" if shown else "the loss alone"

@@ -1,0 +1,161 @@
+"""What every rank measured in every step, on every rank, at little cost.
+
+Steps are collected in a float64 buffer of fixed size. Every K steps it is all-gathered, asynchronously and over a process group of its own, and
+applied by all ranks at the next such boundary: no step waits for it. The header of rank 0's buffer carries decisions (stop, checkpoint, the next
+K), so the ranks can't disagree on them. K is chosen such that a boundary comes about every 0.25 s, or with every step where steps are longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nbddp.worker.clock import N_PHASES, StepTimes
+from nbddp.worker.group import Ranks
+from nbddp.worker.position import memory
+
+BOUNDARY_S = 0.25
+K_MAX = 64
+
+STOP_ASKED, STOP_TIME, SAVE_DUE, SAVE_OK = 1, 2, 4, 8
+"""Decisions of rank 0: the user asked to stop, the time is up, a checkpoint is due by the clock, the last checkpoint is old enough for another."""
+
+STEP, LOSS, WEIGHT, TIMES, AGGREGATION, FIRST_SCALAR = 0, 1, 2, 3, 3 + N_PHASES, 4 + N_PHASES
+"""Columns of a row: step, sum of loss x weight, weight, the phases, the time spent here, then sums of scalar x weight."""
+
+_ROWS, _FLAGS, _NEXT_K, _MEMORY = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of this rank. `sums` are loss x weight, weight and the scalars x weight, as numbers or as tensors on the device."""
+
+    step: int
+    epoch: int
+    stage: int
+    lr: float
+    samples: int
+    warmup: bool
+    sums: Sequence[torch.Tensor | float]
+    times: StepTimes
+    aggregation_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The same steps of all ranks: `rows` is float64 of shape (ranks, steps, columns), `memory` in bytes per rank."""
+
+    records: list[StepRecord]
+    rows: np.ndarray
+    memory: list[int]
+
+
+class _Sums:
+    """The sums of some steps, on their way from the device: copied asynchronously, read one boundary later."""
+
+    def __init__(self, records: list[StepRecord], device: torch.device) -> None:
+        self.records = records
+        self._host: torch.Tensor | None = None
+        if device.type == "cuda" and records:
+            columns = [torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in record.sums]) for record in records]
+            stacked = torch.stack(columns)
+            self._host = torch.empty(stacked.shape, dtype=torch.float64, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[list[float]]:
+        if self._host is not None:
+            self._copied.synchronize()
+            return self._host.tolist()  # type: ignore[no-any-return]
+        return [[float(value) for value in record.sums] for record in self.records]
+
+
+class Telemetry:
+    """The channel of one rank. All ranks make the same calls in the same order."""
+
+    def __init__(self, ranks: Ranks, *, decide: Callable[[], int], apply: Callable[[Gathered], None]) -> None:
+        self._ranks, self._decide, self._apply = ranks, decide, apply
+        self._width = FIRST_SCALAR
+        self._lag = 1 if ranks.device.type == "cuda" else 0
+        self._fresh: list[StepRecord] = []
+        self._travelling = _Sums([], ranks.device)
+        self._pending: tuple[dist.Work | None, list[torch.Tensor], list[StepRecord]] | None = None
+        self._k, self._ticks, self._since = 1, 0, time.monotonic()
+        self.flags = 0
+
+    def open(self, scalars: int) -> None:
+        """Set the number of scalars; nothing may be on its way."""
+        assert self._pending is None
+        assert not self._fresh
+        self._width = FIRST_SCALAR + scalars
+
+    def tick(self, record: StepRecord | None = None) -> None:
+        """Count a step, or a batch of the validation (without a record); at a boundary, `flags` takes rank 0's decisions in."""
+        if record is not None:
+            self._fresh.append(record)
+        self._ticks += 1
+        if self._ticks >= self._k:
+            self._settle()
+            self._post()
+
+    def flush(self) -> None:
+        """Apply everything that was measured so far; blocks. The next boundary is the next tick, since what follows may be slower."""
+        self._settle()
+        for _ in range(1 + self._lag):
+            self._post()
+            self._settle()
+        self._k = 1
+
+    def take(self) -> int:
+        """The decisions since the last call."""
+        flags, self.flags = self.flags, 0
+        return flags
+
+    def _post(self) -> None:
+        ripe = _Sums(self._fresh, self._ranks.device)
+        if self._lag:
+            ripe, self._travelling = self._travelling, ripe
+        self._fresh = []
+        buffer = torch.zeros(1 + K_MAX, self._width, dtype=torch.float64)
+        rows = [
+            [float(record.step), *sums[:2], *record.times.read(), record.aggregation_s, *sums[2:]]
+            for record, sums in zip(ripe.records, ripe.read(), strict=True)
+        ]
+        if rows:
+            buffer[1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
+        flags = self._decide() if self._ranks.rank == 0 else 0
+        now = time.monotonic()
+        tick_s = (now - self._since) / max(1, self._ticks)
+        header = [float(len(rows)), float(flags), float(np.clip(int(BOUNDARY_S / max(tick_s, 1e-6)), 1, K_MAX)), float(memory(self._ranks.device))]
+        buffer[0, :4] = torch.tensor(header, dtype=torch.float64)
+        self._since, self._ticks = now, 0
+        gathered = [torch.empty_like(buffer) for _ in range(self._ranks.world_size)]
+        work = None
+        if self._ranks.world_size == 1:
+            gathered = [buffer]
+        else:
+            work = dist.all_gather(gathered, buffer, group=self._ranks.telemetry, async_op=True)
+        self._pending = (work, gathered, ripe.records)
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        (work, gathered, records), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
+        everyone = torch.stack(gathered).numpy()
+        headers = everyone[:, 0]
+        self.flags |= int(headers[0, _FLAGS])
+        self._k = int(headers[0, _NEXT_K])
+        n = int(headers[0, _ROWS])
+        if n:
+            rows = everyone[:, 1 : 1 + n]
+            assert n == len(records)
+            assert (rows[:, :, STEP] == rows[0, :, STEP]).all(), "ranks sent different steps"
+            self._apply(Gathered(records, rows, [int(value) for value in headers[:, _MEMORY]]))

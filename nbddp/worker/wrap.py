@@ -1,0 +1,109 @@
+"""The one place where a model becomes replicated: once per stage, after freezing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbddp.worker.errors import StepError
+
+if TYPE_CHECKING:
+    from nbddp.config import TrainConfig
+    from nbddp.worker.group import Ranks
+    from nbddp.worker.step import StepModule
+
+
+class Replica:
+    """A step module on this rank, kept equal to the others'.
+
+    Raises:
+        StepError: at construction, where nothing is trainable.
+    """
+
+    def __init__(self, module: StepModule, config: TrainConfig, ranks: Ranks) -> None:
+        self.module = module
+        self.trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not self.trainable:
+            message = "the model has no parameter that requires a gradient: there is nothing to train"
+            raise StepError(message)
+        self._config = config
+        self._ddp = _ddp(module, config, ranks) if ranks.world_size > 1 else None
+        self.forward: nn.Module = module if self._ddp is None else self._ddp
+        if self._ddp is not None and not (config.find_unused_parameters or config.static_graph):
+            self._fix_bucket_order()
+
+    def inner(self) -> contextlib.AbstractContextManager[None]:
+        """The context of micro-batches that are not synchronised."""
+        return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    def _fix_bucket_order(self) -> None:
+        """Let DDP settle its buckets before the first step.
+
+        It rebuilds them after the first backward pass, so that at three ranks or more the sums of the first two steps differ in their last bits
+        from those of a resumed run, which would start with a first step again. A backward pass that changes nothing brings that forward.
+        """
+        assert self._ddp is not None
+        self._ddp.reducer.prepare_for_backward([])
+        total: Any = sum(parameter.reshape(-1)[:1].sum().real * 0 for parameter in self.trainable)
+        total.backward()
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def without_gradient(self) -> list[str]:
+        """Names of trainable parameters that the last backward pass did not reach."""
+        return [name for name, p in self.module.model.named_parameters() if p.requires_grad and p.grad is None]
+
+    def check_gradients(self) -> None:
+        """After the first backward pass: every parameter has its gradient, else the ranks would wait for it forever.
+
+        Raises:
+            StepError: names the parameters and the option.
+        """
+        if self._ddp is None or self._config.find_unused_parameters:
+            return
+        if missing := self.without_gradient():
+            raise StepError(unused_message(missing))
+
+    def explain(self, error: RuntimeError) -> StepError | None:
+        """Say DDP's error about unused parameters with the parameters' names; None for other errors."""
+        text = str(error)
+        if "Expected to have finished reduction in the prior iteration" not in text:
+            return None
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        names = [name.removeprefix("model.") for name, p in self.module.named_parameters() if p.requires_grad]
+        missing = [names[int(index)] for index in found[1].split() if int(index) < len(names)] if found else []
+        return StepError(unused_message(missing))
+
+
+def unused_message(missing: list[str]) -> str:
+    named = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+    return (
+        f"the step does not use {named or 'some parameters'}: no gradient arrives there, and the ranks would wait for it. "
+        "Use or freeze them, or set --find-unused-parameters (DDP then searches for them in every step)"
+    )
+
+
+def _ddp(module: StepModule, config: TrainConfig, ranks: Ranks) -> DistributedDataParallel:
+    cuda = ranks.device.type == "cuda"
+    return DistributedDataParallel(
+        module,
+        device_ids=[ranks.device.index] if cuda else None,
+        find_unused_parameters=config.find_unused_parameters,
+        static_graph=config.static_graph,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        bucket_cap_mb=config.bucket_cap_mb,  # type: ignore[arg-type]
+    )
+
+
+def on_gradients_ready(loss: torch.Tensor, mark: Any) -> None:  # noqa: ANN401 - a callable
+    """Call `mark` when this rank's own gradients are done, before the wait for the other ranks.
+
+    The callback is queued when the backward pass begins, so it runs before the one with which DDP waits for its all-reduces.
+    """
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own DDP and FSDP use it so; there is no public name
+    loss.register_hook(lambda _: engine.queue_callback(mark))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nbddp.kernel.figure import DPI, SIZE_IN, loss_png
+from nbddp.state import RunState
+
+
+def state_of(train: list[float], val: list[float] = ()) -> RunState:  # type: ignore[assignment] # an empty tuple is an empty list here
+    state = RunState()
+    for step, loss in enumerate(train):
+        state.train_curve.add(float(step), loss)
+    for index, loss in enumerate(val):
+        state.val_curve.add(100.0 * index, loss)
+    return state
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGBA")).astype(int)
+
+
+def coloured(png: bytes, colour: tuple[int, int, int]) -> int:
+    image = pixels(png)
+    return int(((np.abs(image[..., :3] - colour).max(axis=-1) < 12) & (image[..., 3] > 200)).sum())
+
+
+BLUE, ORANGE = (0x42, 0x85, 0xF4), (0xF2, 0x8B, 0x30)
+
+
+def test_both_curves_are_drawn_on_nothing() -> None:
+    png = loss_png(state_of([1 / (1 + step) for step in range(500)], [1.0, 0.5, 0.4, 0.45]))
+    assert png is not None
+    image = pixels(png)
+    assert image.shape == (int(SIZE_IN[1] * DPI), int(SIZE_IN[0] * DPI), 4)
+    assert (image[..., 3] == 0).mean() > 0.8
+    assert coloured(png, BLUE) > 500
+    assert coloured(png, ORANGE) > 500
+
+
+def test_the_picture_fits_the_limit() -> None:
+    state = state_of([math.sin(step) + step % 7 for step in range(600)])
+    whole = loss_png(state)
+    small = loss_png(state, limit=20_000)
+    assert whole is not None
+    assert small is not None
+    assert len(small) <= 20_000 < len(whole) <= 60_000
+
+
+@pytest.mark.parametrize("train", [[], [1.0], [math.nan] * 50])
+def test_without_two_losses_there_is_nothing_to_draw(train: list[float]) -> None:
+    assert loss_png(state_of(train)) is None
+
+
+@pytest.mark.parametrize(
+    "train",
+    [[1.0] * 100, [0.0] * 100, [-1.0, -2.0, -3.0] * 30, [1e30, 1e-30] * 50, [math.nan, 1.0] * 100, [1.0] * 40 + [math.nan] * 200, [1e300, -1e300] * 40, [1e9] + [1.0] * 300],
+)
+def test_curves_of_all_kinds_are_drawn(train: list[float]) -> None:
+    png = loss_png(state_of(train, [math.nan, 1.0]))
+    assert png is not None
+    assert coloured(png, BLUE) > 20
+
+
+def test_nothing_of_the_users_matplotlib_is_touched() -> None:
+    code = """
+import sys
+import nbddp.kernel.figure as figure
+assert "matplotlib" not in sys.modules
+from nbddp.state import RunState
+state = RunState()
+for step in range(100):
+    state.train_curve.add(step, 1.0 / (1 + step))
+assert figure.loss_png(state)
+import matplotlib
+assert "matplotlib.pyplot" not in sys.modules
+assert matplotlib.rcParams["figure.figsize"] == [6.4, 4.8]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
