@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from support.kernel import Notebook
     from support.lab import Lab
     from support.slurm import Cluster
+    from support.training import Training
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "NBDDP_TEST_SESSION"
@@ -172,6 +173,14 @@ def ranks(rank_server: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
         return run_on_ranks(function, nproc, *args, folder=tmp_path_factory.mktemp("ranks"), timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def training(ranks: Callable[..., list[Any]], tmp_path: Path) -> Training:
+    """The training loop on gloo ranks: ``training(3, make, hooks, epochs=2)`` gives a `support.training.Result`."""
+    from support.training import Training
+
+    return Training(ranks, tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """One file that holds pickle streams and the memory behind them, as `torch.save` writes it and `torch.load` maps it.
 
-Written in the kernel, read in the ranks. Everything in the container is a tensor or a plain type, so that it opens with ``weights_only=True``; the streams inside
-are unpickled by `nbddp.bundle.loader`.
+Written in the kernel, read in the ranks. Everything in the container is a tensor or a plain type, so that it opens with ``weights_only=True``;
+the streams inside are unpickled by `nbddp.bundle.loader`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Archive:
                 table.append((len(records), 0, blob.nbytes))
             else:
                 table.append((0, len(arena), blob.nbytes))
-                arena += memoryview(blob.tensor().numpy())
+                arena += blob.tensor().numpy().data
                 arena += bytes(-len(arena) % ALIGNMENT)
         return cls(
             streams={name: _as_tensor(data) for name, data in packed.streams.items()},
@@ -88,7 +88,7 @@ class Archive:
         It is taken of the bytes each time: version counters of tensors do not see what numpy writes into the same memory.
         """
         parts = [*self.streams.values(), *self.records, self.blobs, self.places]
-        views = [memoryview(part.reshape(-1).view(torch.uint8).numpy()) for part in parts]
+        views = [part.reshape(-1).view(torch.uint8).numpy().data for part in parts]
         outline = json.dumps([FORMAT, VERSION, list(self.streams), [view.nbytes for view in views], self.archives])
         total = hashlib.sha256(outline.encode())
         chunks = (view[start : start + CHUNK] for view in views for start in range(0, view.nbytes, CHUNK))
@@ -137,9 +137,11 @@ class Archive:
 
 
 def _as_tensor(data: bytes | bytearray) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    # torch warns about read-only memory.
+    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
 def _sha256(chunk: memoryview) -> bytes:
     return hashlib.sha256(chunk).digest()
-

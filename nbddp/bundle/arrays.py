@@ -57,7 +57,7 @@ def rebuild_array(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     first: int,
-    writeable: bool,  # noqa: FBT001 - called by pickle
+    writeable: bool,
 ) -> Array:
     """Put an array over its stored bytes; element 0 starts at byte ``first`` of them."""
     storage, offset = view
@@ -77,9 +77,12 @@ def map_file(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     first: int,
-    as_memmap: bool,  # noqa: FBT001 - called by pickle
+    as_memmap: bool,
 ) -> Array:
-    """Map the part of a user's file that an array of the kernel was a view of. The file's size and time only make the archive's content differ with the file's."""
+    """Map the part of a user's file that an array of the kernel was a view of.
+
+    The file's size and time of change are in the pickle only so that archives differ where the file's content does.
+    """
     mapped: Array = np.memmap(path, dtype=np.uint8, mode=mode, offset=start, shape=(nbytes,))
     array: Array = np.ndarray.__new__(np.memmap if as_memmap else np.ndarray, shape, dtype, buffer=mapped, offset=first, strides=strides)
     if as_memmap:

@@ -18,7 +18,7 @@ def install_forking_reducer() -> None:
 
     `ForkingPickler.register` would not do: the C pickler skips it for classes and functions.
     """
-    ForkingPickler.reducer_override = _reduce  # type: ignore[attr-defined]
+    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment] # the hook that the C pickler calls, with the pickler as self
 
 
 def _reduce(_pickler: ForkingPickler, obj: Any) -> Any:

@@ -16,6 +16,7 @@ from nbddp.bundle.archive import Archive
 from nbddp.bundle.cells import install_sources
 from nbddp.bundle.forking import install_forking_reducer
 from nbddp.bundle.notebook_main import bind_into, install_main, new_main
+from nbddp.bundle.reading import reading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +46,8 @@ class Loaded:
 def load(path: Path, data_dir: Path, refs: Sequence[DataRef]) -> Loaded:
     """Open the bundle at ``path`` and the datasets ``refs`` in a rank, whose ``__main__`` becomes the notebook's.
 
-    Memory is mapped copy-on-write: ranks and their loader workers share it until they write to it. Raises BundleError if a file is gone or foreign; what goes wrong
-    in the user's own code (a missing module, a ``__setstate__``) is raised as it is, with a note that says in what.
+    Memory is mapped copy-on-write: ranks and their loader workers share it until they write to it. Raises BundleError if a file is gone or foreign;
+    what goes wrong in the user's own code (a missing module, a ``__setstate__``) is raised as it is, with a note that says in what.
     """
     install_main()
     install_forking_reducer()
@@ -124,23 +125,16 @@ class _Open:
     def _unpickled(self, name: str) -> tuple[Any, dict[int, Any]]:
         if name not in self._streams:
             unpickler = _Unpickler(self.archive.streams[name], self)
-            root = unpickler.load()
+            with reading(self):
+                root = unpickler.load()
             self._streams[name] = root, unpickler.memo.copy()
         return self._streams[name]
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: torch.Tensor, archive: _Open) -> None:
-        super().__init__(io.BytesIO(memoryview(stream.numpy())))
+        super().__init__(io.BytesIO(stream.numpy().data))
         self._archive = archive
 
-    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
-        kind, *rest = pid
-        if kind == "view":
-            return self._archive.view(*rest)
-        if kind == "object":
-            return self._archive.object(*rest)
-        index, dtype = rest
-        storage, offset = self._archive.view(index)
-        part = storage if offset == 0 else storage[offset:]
-        return part if dtype is None else torch.storage.TypedStorage(wrap_storage=part, dtype=dtype, _internal=True)
+    def persistent_load(self, pid: tuple[int, int]) -> Any:
+        return self._archive.object(*pid)

@@ -64,7 +64,7 @@ def define(obj: Any, state: tuple[str | None, object, Callable[[Any, Any], objec
 
 def cached_function(function: Callable[..., Any], parameters: dict[str, Any], name: str | None) -> Callable[..., Any]:
     """Rebuild a function decorated with `functools.lru_cache`, with an empty cache."""
-    wrapper = functools.lru_cache(**parameters)(function)
+    wrapper: Callable[..., Any] = functools.lru_cache(**parameters)(function)
     if name is not None:
         main_globals()[name] = wrapper
     return wrapper

@@ -5,10 +5,12 @@ Runs in the kernel. Whatever can't travel is refused at this point, by name.
 
 from __future__ import annotations
 
+import gc
 import io
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,14 +18,15 @@ from torch.utils.data import Dataset
 
 from nbddp.bundle.arrays import INLINE_BYTES, reduce_array
 from nbddp.bundle.culprit import find_path
-from nbddp.bundle.pickler import NotebookPickler
+from nbddp.bundle.pickler import NotebookPickler, reduce_singleton
+from nbddp.bundle.reading import storage_at
 from nbddp.bundle.refusals import Refused, explain, in_graph, refusal_for
 from nbddp.bundle.regions import Regions, Stored, View, storage_key
 from nbddp.bundle.tensors import recomputed_tensors, reduce_module, reduce_tensor
 from nbddp.errors import BundleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
 
     from nbddp.bundle.regions import Blob, Key, Place
@@ -31,14 +34,8 @@ if TYPE_CHECKING:
 # Long enough to reach back from a temporary object of a reduction to something that has a name.
 TRAIL = 64
 MANY_ITEMS = 10_000
+_ATOMS = frozenset({str, bytes, int, float, tuple})
 _COPIED = (type, torch.nn.Module, str, bytes, tuple, np.dtype, np.generic)
-
-
-class Address(NamedTuple):
-    """An object of another stream: number of its archive (0 is the one at hand), index in the stream's memo."""
-
-    archive: int
-    index: int
 
 
 @dataclass
@@ -85,20 +82,25 @@ class Packer:
 
         ``names`` are the objects in it that the user has names for. Raises BundleError with the path from such a name to what can't travel.
         """
-        shared: dict[int, Address] = {}
+        # By id, an object of another stream: number of its archive (0 is this one), index in the stream's memo.
+        shared: dict[int, tuple[int, int]] = {}
         if share:
             for number, source in reversed(list(enumerate(self._sources, start=1))):
-                shared.update((key, Address(number, index)) for key, (index, _) in source.objects.items())
-            shared.update((key, Address(0, index)) for key, (index, _) in self._own.items())
+                shared.update((key, (number, index)) for key, (index, _) in source.objects.items())
+            shared.update((key, (0, index)) for key, (index, kept) in self._own.items() if not isinstance(kept, (str, bytes)))
         buffer = io.BytesIO()
-        pickler = _ArchivePickler(buffer, main=self._main, regions=self._regions, shared=shared, share=share)
+        if shared:
+            pickler: _ArchivePickler = _SharingPickler(buffer, shared, main=self._main, regions=self._regions)
+        else:
+            pickler = _ArchivePickler(buffer, main=self._main, regions=self._regions, share=share)
         try:
-            pickler.dump(obj)
+            with _collector_paused():
+                pickler.dump(obj)
+                self._own = pickler.memo.copy()
         except Exception as error:  # noqa: BLE001 - pickling runs the user's __getstate__ and __reduce__
             raise _refusal(error, pickler.trail, names) from (None if isinstance(error, Refused) else error)
         self._streams[stream] = buffer.getvalue()
         self._filenames |= pickler.filenames
-        self._own = {key: (index, kept) for key, (index, kept) in pickler.memo.copy().items() if not isinstance(kept, (str, bytes, type(None)))}
 
     def finish(self) -> Packed:
         """Settle which memory is stored where."""
@@ -110,7 +112,21 @@ class Packer:
         return {key: entry for key, entry in self._own.items() if entry[1] is root or _is_data(entry[1])}
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from walking, again and again, over the many objects that a pickler keeps."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _is_data(obj: object) -> bool:
+    if type(obj) in _ATOMS:
+        return False
     if isinstance(obj, Dataset):
         return True
     if isinstance(obj, (torch.Tensor, np.ndarray)):
@@ -138,26 +154,13 @@ def _refusal(error: Exception, trail: Sequence[object], names: Mapping[str, obje
 class _ArchivePickler(NotebookPickler):
     """Leaves memory out of the stream, refers to shared objects, and refuses what would not arrive as it was."""
 
-    def __init__(self, file: io.BytesIO, *, main: ModuleType, regions: Regions, shared: Mapping[int, Address], share: bool) -> None:
+    def __init__(self, file: io.BytesIO, *, main: ModuleType, regions: Regions, share: bool) -> None:
         super().__init__(file, main=main)
         self.trail: deque[object] = deque(maxlen=TRAIL)
         self._regions = regions
-        self._shared = shared
         self._share = share
-        self._by_type: dict[type, Callable[[Any], Any] | None] = {}
+        self._by_type: dict[type, Callable[[Any], Any]] = {}
         self._recomputed: dict[int, torch.Tensor] = {}
-
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """Name what is not in the stream; called for every object, so the cheapest question comes first."""
-        if address := self._shared.get(id(obj)):
-            return ("object", *address)
-        if isinstance(obj, View):
-            return "view", obj.index
-        if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
-            untyped = obj if isinstance(obj, torch.UntypedStorage) else obj._untyped_storage
-            view = self._note(storage_key(untyped), untyped, 0, untyped.nbytes())
-            return "storage", view.index, None if isinstance(obj, torch.UntypedStorage) else obj.dtype
-        return None
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce by type; what is done for a type is looked up once."""
@@ -167,29 +170,42 @@ class _ArchivePickler(NotebookPickler):
             reduce = self._by_type[cls]
         except KeyError:
             reduce = self._by_type[cls] = self._reducer_for(cls)
-        return NotImplemented if reduce is None else reduce(obj)
+        return reduce(obj)
 
-    def _reducer_for(self, cls: type) -> Callable[[Any], Any] | None:
+    def _reducer_for(self, cls: type) -> Callable[[Any], Any]:
         refusal = refusal_for(cls)
         if issubclass(cls, torch.Tensor):
-            reduce: Callable[[Any], Any] | None = self._tensor
+            reduce: Callable[[Any], Any] = self._tensor
         elif issubclass(cls, np.ndarray):
             reduce = lambda array: reduce_array(array, self._note)  # noqa: E731 - one of several reducers
         elif issubclass(cls, torch.nn.Module):
             reduce = self._module
+        elif issubclass(cls, (torch.UntypedStorage, torch.TypedStorage)):
+            reduce = self._storage
         else:
             reduce = super().reducer_override
 
+        if refusal is None:
+            return reduce
+
         def checked(obj: Any) -> Any:
-            reduced = super(_ArchivePickler, self).reducer_override(obj) if issubclass(cls, io.IOBase) else NotImplemented
-            if reduced is NotImplemented and refusal is not None and (text := refusal(obj)):
+            # sys.stdout is an open file as well, yet one that every process has.
+            reduced = reduce_singleton(obj)
+            if reduced is not NotImplemented:
+                return reduced
+            if text := refusal(obj):
                 raise Refused(text)
             return reduce(obj)
 
-        return checked if refusal is not None else reduce
+        return checked
 
     def _note(self, key: Key, keep: object, low: int, high: int) -> View:
         return self._regions.view(key, keep, low, high, share=self._share)
+
+    def _storage(self, storage: torch.UntypedStorage | torch.TypedStorage) -> Any:
+        untyped, dtype = (storage, None) if isinstance(storage, torch.UntypedStorage) else (storage._untyped_storage, storage.dtype)
+        view = self._note(storage_key(untyped), untyped, 0, untyped.nbytes())
+        return storage_at, (view.index, dtype)
 
     def _module(self, module: torch.nn.Module) -> Any:
         self._recomputed.update((id(tensor), tensor) for tensor in recomputed_tensors(module))
@@ -200,3 +216,15 @@ class _ArchivePickler(NotebookPickler):
         if has_history and id(tensor) not in self._recomputed:
             raise Refused(in_graph(tensor))
         return reduce_tensor(tensor, self._note, detach=has_history)
+
+
+class _SharingPickler(_ArchivePickler):
+    """Refers to objects of other streams. A class of its own, since `persistent_id` is called for every number and string, which takes its time."""
+
+    def __init__(self, file: io.BytesIO, shared: Mapping[int, tuple[int, int]], *, main: ModuleType, regions: Regions) -> None:
+        super().__init__(file, main=main, regions=regions, share=True)
+        self._shared = shared
+
+    def persistent_id(self, obj: object) -> tuple[int, int] | None:
+        """Return where the object is found; None if it is not shared."""
+        return self._shared.get(id(obj))

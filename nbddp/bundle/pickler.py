@@ -31,7 +31,7 @@ class MainGlobals(dict[str, Any]):
         return notebook_main.main_globals, ()
 
 
-class NotebookPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no annotations
+class NotebookPickler(cloudpickle.Pickler):
     """Pickles classes and functions of ``main`` by value, to be bound in the reader's ``__main__``.
 
     Attributes:
@@ -58,7 +58,7 @@ class NotebookPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle 
             return reduced
         if isinstance(obj, CACHED) and obj.__module__ == "__main__":
             return notebook_main.cached_function, (obj.__wrapped__, obj.cache_parameters(), self.name_in_main(obj))
-        return self._singleton(obj)
+        return reduce_singleton(obj)
 
     def name_in_main(self, obj: Any) -> str | None:
         """The name that ``obj`` is to be bound to; None for what is nested, or was replaced by running its cell again."""
@@ -76,18 +76,6 @@ class NotebookPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle 
         for part in rest:
             found = getattr(found, part, None)
         return owner if rest and found is obj else None
-
-    def _singleton(self, obj: Any) -> Any:
-        if isinstance(obj, type(os.environ)):
-            # By value this would write the environment to the disk.
-            for name in ("environ", "environb"):
-                if obj is getattr(os, name, None):
-                    return getattr, (os, name)
-        elif isinstance(obj, io.TextIOBase):
-            for name in ("stdout", "stderr"):
-                if obj is getattr(sys, name) or obj is getattr(sys, f"__{name}__"):
-                    return getattr, (sys, name)
-        return NotImplemented
 
 
 def code_named(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:
@@ -108,3 +96,16 @@ def dumps_by_value(obj: object) -> bytes:
     buffer = io.BytesIO()
     NotebookPickler(buffer, main=notebook_main.main_module()).dump(obj)
     return buffer.getvalue()
+
+
+def reduce_singleton(obj: Any) -> Any:
+    """Reduce to a reference what every process has one of: the environment, which by value would end up on the disk, and the standard streams."""
+    if isinstance(obj, type(os.environ)):
+        for name in ("environ", "environb"):
+            if obj is getattr(os, name, None):
+                return getattr, (os, name)
+    elif isinstance(obj, io.TextIOBase):
+        for name in ("stdout", "stderr"):
+            if obj is getattr(sys, name) or obj is getattr(sys, f"__{name}__"):
+                return getattr, (sys, name)
+    return NotImplemented

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,13 +90,13 @@ def _file(obj: io.IOBase) -> str | None:
 def _module(module: torch.nn.Module) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return f"a ScriptModule {_ELSEWHERE}; use the Python module that it was made from"
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc] # the mix-in's self type is a private protocol
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return f"{type(module).__name__} has no shapes yet, and every rank would make up its own; run one batch through it first"
     return None
 
 
 def _tensor(tensor: torch.Tensor) -> str | None:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return "a parameter without a shape yet, which every rank would make up by itself; run one batch through its module first"
     if tensor.is_meta:
         return "a tensor on the meta device holds no data; build it on the CPU, or use to_empty(device='cpu') and initialise it"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from nbddp.bundle.reading import view_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +34,9 @@ class View:
     """Stands for a byte range in a pickle; ``index`` counts the archive's views."""
 
     index: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return view_at, (self.index,)
 
 
 class Place(NamedTuple):

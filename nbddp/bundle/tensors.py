@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from nbddp.bundle.regions import View
 
 
-
 def reduce_tensor(tensor: torch.Tensor, note: Callable[..., View], *, detach: bool) -> Any:
     """Reduce a plain tensor to a view and its layout; NotImplemented for all others, whose storages are noted when pickle comes to them."""
     if tensor.device.type not in ("cpu", "cuda", "xpu"):
@@ -28,7 +27,7 @@ def reduce_tensor(tensor: torch.Tensor, note: Callable[..., View], *, detach: bo
     storage, size, stride = tensor.untyped_storage(), tuple(tensor.size()), tensor.stride()
     low = high = 0
     if tensor.numel():
-        low = tensor.storage_offset() * tensor.itemsize
+        low = int(tensor.storage_offset()) * tensor.itemsize
         high = low + (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) * tensor.itemsize
     view = note(storage_key(storage), storage, low, high)
     args = (view, tensor.dtype, size, stride, tensor.requires_grad and not detach, tensor.is_conj(), tensor.is_neg())
@@ -41,9 +40,9 @@ def rebuild_tensor(
     dtype: torch.dtype,
     size: Sequence[int],
     stride: Sequence[int],
-    requires_grad: bool,  # noqa: FBT001 - called by pickle
-    is_conj: bool,  # noqa: FBT001
-    is_neg: bool,  # noqa: FBT001
+    requires_grad: bool,
+    is_conj: bool,
+    is_neg: bool,
 ) -> torch.Tensor:
     """Put a tensor over its stored bytes."""
     storage, offset = view
@@ -56,7 +55,7 @@ def rebuild_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
-def as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:  # noqa: FBT001 - called by pickle
+def as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """Return the tensor, which an accelerator without storages of its own held in the kernel."""
     return tensor.requires_grad_(requires_grad)
 
@@ -71,7 +70,7 @@ def recomputed_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     names = {getattr(hook, name, None) for hook in module._forward_pre_hooks.values() for name in ("name", "_tensor_name")}
     found = [value for name, value in vars(module).items() if name in names]
     if isinstance(module, torch.nn.RNNBase):
-        module._update_flat_weights()  # type: ignore[operator] # what its __getstate__ does as well, but after this
+        module._update_flat_weights()  # its __getstate__ does so as well, but too late for us
         found += module._flat_weights
     return [value for value in found if isinstance(value, torch.Tensor)]
 

@@ -6,6 +6,7 @@ at torch only where the notebook has imported it.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -199,10 +200,12 @@ def _losses(names: Mapping[str, Any]) -> list[Offer]:
 
 def _runs() -> list[Offer]:
     """Ids of the newest runs of this notebook, the newest first."""
-    from nbddp.kernel.run import run_root
-    from nbddp.rundir import run_dirs
+    from nbddp.rundir import ROOT_NAME, run_dirs
 
-    return [(run.id, "run") for run in run_dirs(run_root())[: -_OFFERED_RUNS - 1 : -1]]
+    # The module of the runs imports torch, and asking it for the root would fix the root: Tab does neither.
+    module = sys.modules.get("nbddp.kernel.run")
+    root = Path(os.environ.get("NBDDP_RUN_ROOT", ROOT_NAME)).expanduser() if module is None else module.run_root()
+    return [(run.id, "run") for run in run_dirs(root)[: -_OFFERED_RUNS - 1 : -1]]
 
 
 def _paths(fragment: str, suffixes: tuple[str, ...]) -> list[Offer]:

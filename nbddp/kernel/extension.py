@@ -14,7 +14,7 @@ from nbddp.kernel.cells import RunningCells
 from nbddp.kernel.completion import matcher
 from nbddp.kernel.magics import TrainMagics
 from nbddp.kernel.run_magics import RunMagics
-from nbddp.kernel.standby import standby
+from nbddp.launch import local
 
 if TYPE_CHECKING:
     from IPython.core.completer import Matcher
@@ -43,7 +43,7 @@ def load(shell: InteractiveShell) -> None:
     shell.Completer.custom_matchers.append(loaded.matcher)
     _loaded[shell] = loaded
     with contextlib.suppress(OSError):  # no process can be started: the first run will say so
-        standby.warm()
+        local.standby.warm()
 
 
 def unload(shell: InteractiveShell) -> None:

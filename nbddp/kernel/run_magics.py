@@ -140,18 +140,18 @@ class RunMagics(Magics):
             return
         words = found.words
         model = evaluate(words[0].text, names_of(self._shell, local_ns), what="MODEL")
+        from torch import nn
+
+        if not isinstance(model.value, nn.Module):
+            message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module"
+            raise ConfigError(message)
         which = _which(found.values.get("which"))
         if len(words) == 2 and Path(words[1].text).expanduser().is_file():
             if which is not None:
                 message = f"--which {which}: {words[1].text} is one checkpoint file; leave --which out, or name its run"
                 raise ConfigError(message)
-            from torch import nn
-
             from nbddp.checkpoint import load_checkpoint
 
-            if not isinstance(model.value, nn.Module):
-                message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module"
-                raise ConfigError(message)
             load_checkpoint(Path(words[1].text).expanduser(), model=model.value)
             say(f"{model.name}: {words[1].text}")
             return

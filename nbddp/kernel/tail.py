@@ -71,9 +71,9 @@ class Tail:
                 data = file.read(size - start)
         except OSError:  # not there yet, or pruned
             return
-        if start > self._offset:  # begin with a whole line
-            data = data[data.find(b"\n") + 1 :]
+        if start > self._offset:  # begin with a whole line, if there is one
             self._partial = b""
+            data = data[data.find(b"\n") + 1 :] or data
         self._offset = size
         *whole, self._partial = (self._partial + data).split(b"\n")
         self._partial = self._partial[-CHUNK:]

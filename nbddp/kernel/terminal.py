@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 import threading
-import time
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from nbddp.kernel.text import clock_text, count_text, rate_text, share_text, short_id, value_text
@@ -59,7 +59,7 @@ class TerminalView:
     def update(self, state: RunState) -> None:
         """Write the state's line if it is time for one."""
         with self._lock:
-            now = time.monotonic()
+            now = monotonic()
             if self._finished or now - self._written < (TTY_PERIOD_S if self._tty else PERIOD_S):
                 return
             line = progress_line(state)

@@ -48,11 +48,11 @@ class WidgetView:
         self._curve = ipywidgets.Image(format="png", layout=ipywidgets.Layout(flex="1 1 400px", min_width="0", max_width="640px", display="none"))
         self._figures = ipywidgets.HTML(layout=ipywidgets.Layout(flex="1 1 300px", min_width="0", margin="0"))
         self._body = ipywidgets.HTML(layout=full)
-        middle = ipywidgets.HBox(
+        self._middle = ipywidgets.HBox(
             [self._curve, self._figures],
             layout=ipywidgets.Layout(flex_flow="row wrap", align_items="flex-start", width="100%", grid_gap="0 20px", overflow="hidden"),
         )
-        rows = [self._head, middle, self._body]
+        rows = [self._head, self._middle, self._body]
         self._box = ipywidgets.VBox(rows, layout=ipywidgets.Layout(width="100%", max_width="1080px", padding="2px 0", overflow="hidden"))
         self.update(state)
         self._display_id = secrets.token_hex(8)
@@ -95,9 +95,10 @@ class WidgetView:
             for widget in (self._head, self._figures, self._body):
                 widget.value = ""  # what executes notebooks keeps the last state of closed widgets
             self._curve.value = b""
-            for widget in (self._box, *self._box.children[1].children, *self._box.children):
-                widget.layout.close()
-                widget.close()
+            for widget in (self._box, self._middle, self._head, self._curve, self._figures, self._body):
+                for part in (widget, widget.layout, getattr(widget, "style", None)):
+                    if part is not None:
+                        part.close()
 
 
 def _head(state: RunState, title: str, run: str, plan_line: str, elapsed_s: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from nbddp import deathguard
 from nbddp.process import ProcessId
@@ -51,6 +51,20 @@ def _rank(job: Job) -> None:
         raise SystemExit(1) from None
 
 
+class _NoLogs(LogsSpecs):
+    """No files of the agent's own, neither logs nor error files: ranks write to the run directory themselves."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for environment in envs.values():
+            environment["TORCHELASTIC_ERROR_FILE"] = ""
+        console = dict.fromkeys(envs, "")
+        return LogsDest(console, console, {}, {}, dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+
 class Group(LocalElasticAgent):
     """The elastic agent of one run on this machine. Call `run` in the main thread."""
 
@@ -64,7 +78,7 @@ class Group(LocalElasticAgent):
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
         )
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
+        super().__init__(spec, _NoLogs(), start_method="forkserver")
         self.nproc = nproc
         self.over = threading.Event()
         """Set when all ranks are gone: the agent waits for ever for one that left with exit code 0 before it returned."""

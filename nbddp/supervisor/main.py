@@ -7,6 +7,7 @@ life hangs on. torch is imported late, beside the fork server's own imports. Imp
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -66,6 +67,7 @@ def main() -> NoReturn:
     code = 1
     try:
         preload.import_all(module, niced=arguments.niced)
+        _plain_logs()
         entry = getattr(import_module(module), function)
         supervise(signals.wait_for_order(), entry, signals, fork_server)
         code = 0
@@ -93,6 +95,12 @@ def _start_fork_server(entry_module: str, *, niced: bool) -> ProcessId:
         message = "the fork server did not start"
         raise RuntimeError(message)
     return process
+
+
+def _plain_logs() -> None:
+    """Have torch's messages written as they are: its own formatter imports the compiler, a second's work, for the first traceback."""
+    for handler in logging.getLogger("torch").handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
 
 def supervise(order: Order, entry: Callable[[str, dict[str, str], int], None], signals: Signals, fork_server: ProcessId) -> None:

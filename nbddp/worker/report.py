@@ -42,7 +42,7 @@ class Reporter:
         self._last_time = time.monotonic()
         self._last_log = 0.0
         self._unlogged: str | None = None
-        self._nan_steps = 0
+        self._warned_of_nan = False
 
     def begin_epoch(self) -> None:
         self.means = EpochMeans()
@@ -69,7 +69,7 @@ class Reporter:
         means.samples += sum(samples)
         if self._rank != 0:
             return
-        self._warn_of_nan(loss, rows, records[0].step)
+        self._warn_of_nan(rows[:, :, LOSS], records[0].step)
         elapsed, self._last_time = time.monotonic() - self._last_time, time.monotonic()
         last, mean = (data[-1], network[-1], aggregation[-1]), means.times / means.steps
         chosen = phases[slowest, np.arange(len(records))]
@@ -120,17 +120,15 @@ class Reporter:
             print(self._unlogged, flush=True)  # noqa: T201 - the log line of rank 0
             self._last_log, self._unlogged = time.monotonic(), None
 
-    def _warn_of_nan(self, loss: np.ndarray, rows: np.ndarray, first: int) -> None:
-        bad = np.flatnonzero(~np.isfinite(loss))
-        if not len(bad):
+    def _warn_of_nan(self, sums: np.ndarray, first: int) -> None:
+        """Say it once, with the rank where it began; `sums` are of shape (ranks, steps)."""
+        bad = np.flatnonzero(~np.isfinite(sums).all(axis=0))
+        if not len(bad) or self._warned_of_nan:
             return
-        self._nan_steps += len(bad)
-        if self._nan_steps == len(bad):
-            rank = int(np.flatnonzero(~np.isfinite(rows[:, bad[0], LOSS]))[0])
-            step = first + int(bad[0])
-            does = {"warn": "training goes on", "skip": "the step is skipped", "stop": "the run stops"}[self._on_nan]
-            remedy = "" if self._on_nan != "warn" else "; --on-nan skip or stop keeps the weights finite"
-            self._events.emit("message", level="warning", text=f"step {step}: the loss of rank {rank} is not finite; {does}{remedy}")
+        self._warned_of_nan = True
+        rank, step = int(np.flatnonzero(~np.isfinite(sums[:, bad[0]]))[0]), first + int(bad[0])
+        does = {"warn": "training goes on; --on-nan skip or stop keeps the weights finite", "skip": "the step is skipped", "stop": "the run stops"}
+        self._events.emit("message", level="warning", text=f"step {step}: the loss of rank {rank} is not finite; {does[self._on_nan]}")
 
 
 def _rounded(values: np.ndarray) -> list[float]:

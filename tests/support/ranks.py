@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.context import ForkServerProcess
 
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "support.ranks"]
+PRELOAD = ["torch", "torch.distributed", "nbddp.worker.main", "support.ranks"]
 GRACE_S = 1.0  # for the other ranks, after one has failed
 
 

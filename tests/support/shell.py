@@ -15,6 +15,7 @@ from traitlets.config import Config
 
 from nbddp.kernel.cells import RunningCells
 from nbddp.kernel.magics import TrainMagics
+from nbddp.kernel.run_magics import RunMagics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Shell:
         cells = RunningCells(shell)
         shell.events.register("pre_run_cell", cells.started)
         shell.events.register("post_run_cell", cells.ended)
-        shell.register_magics(TrainMagics(shell, cells, train=self._train, dry_run=self.plans.append))
+        shell.register_magics(TrainMagics(shell, cells, train=self._train, dry_run=self.plans.append), RunMagics(shell))
 
     def _train(self, request: Request, bind: Bind) -> None:
         self.requests.append(request)

@@ -159,7 +159,7 @@ def test_one_rank_has_no_slowest(tmp_path: Path) -> None:
     run.start()
     run.train(100)
     run.end()
-    assert "slowest" not in card_of(run).text
+    assert "is the slowest" not in card_of(run).text
 
 
 def test_the_saved_page_is_whole_and_private(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_picture_fits_the_limit() -> None:
     small = loss_png(state, limit=20_000)
     assert whole is not None
     assert small is not None
-    assert len(small) <= 20_000 < len(whole) <= 60_000
+    assert len(small) <= 20_000 < len(whole)
 
 
 @pytest.mark.parametrize("train", [[], [1.0], [math.nan] * 50])

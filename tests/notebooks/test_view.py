@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
+from nbformat.v4 import new_code_cell, new_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.kernel import Notebook
+
+pytestmark = pytest.mark.kernel
+
+TESTS = Path(__file__).resolve().parents[1]
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+SETUP = f"""
+import sys, threading, time
+sys.path.insert(0, {str(TESTS)!r})
+from pathlib import Path
+from support.fake_run import PLAN_LINE, FakeRun
+from nbddp.kernel.card import make_card
+from nbddp.kernel.follow import Follower, fold_all
+from nbddp.kernel.view import in_kernel, open_view
+
+def watch(run, holds="net: epoch 10"):
+    follower = Follower(run.run_dir, lambda: None)
+    view = open_view(run.run_dir, follower.state, plan_line=PLAN_LINE)
+    follower.add_listener(view.update)
+    follower.start()
+    return follower, view
+
+def finish(run, follower, view, holds="net: epoch 10"):
+    follower.done.wait()
+    follower.join()
+    view.finish(make_card(run.run_dir, follower.state, plan_line=PLAN_LINE, holds=holds, error=None))
+
+def write(run, gate):
+    run.start()
+    run.train(500)
+    run.print("printed by rank 0 <b>")
+    while not gate.exists():
+        time.sleep(0.02)
+    run.train(run.total_steps - run.step)
+    run.end()
+"""
+WATCH = """
+run = FakeRun(Path("nbddp_runs"))
+writer = threading.Thread(target=write, args=(run, Path("gate")))
+writer.start()
+follower, view = watch(run)
+finish(run, follower, view)
+writer.join()
+"""
+
+
+def html(widgets: dict[str, dict[str, Any]]) -> str:
+    """What the HTML widgets show, together."""
+    return "".join(str(state["value"]) for state in widgets.values() if state.get("_model_name") == "HTMLModel")
+
+
+def test_a_run_is_shown_while_it_goes_on_and_its_card_afterwards(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+    kernel = notebook()
+    kernel.run(SETUP, check=True)
+    assert kernel.eval("in_kernel()") is True
+    cell = kernel.start(WATCH)
+    kernel.until(lambda: "step 500 of 3,900" in html(kernel.widgets) and "printed by rank 0 &lt;b&gt;" in html(kernel.widgets))
+    shown = html(kernel.widgets)
+    for part in ("running", "epoch 2 of 10", "to go", "val_loss", "samples/s", "aggregation (waiting)", "rank 1 is the slowest", "forward", "412 MiB"):
+        assert part in shown
+    assert [WIDGET in output["data"] for output in cell.outputs] == [True]
+    assert cell.outputs[0]["data"]["text/plain"].count("CPU ranks") == 1
+    kernel.until(lambda: any(state.get("_model_name") == "ImageModel" for state in kernel.widgets.values()))
+
+    (tmp_path / "gate").touch()
+    kernel.wait()
+    assert cell.error is None
+    (output,) = cell.outputs
+    assert set(output["data"]) == {"text/html", "image/png", "text/plain"}
+    assert "3,900 · epoch 10 of 10" in output["data"]["text/plain"]
+    assert "net: epoch 10" in output["data"]["text/html"]
+    assert base64.b64decode(output["data"]["image/png"]).startswith(b"\x89PNG")
+    assert kernel.widgets == {}
+    assert (cell.text, cell.stderr) == ("", "")
+    assert kernel.eval("follower.view_error") is None
+    assert kernel.eval("'matplotlib.pyplot' in sys.modules") is False
+
+
+def test_a_view_goes_on_after_its_cell_and_below_others(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+    kernel = notebook()
+    kernel.run(SETUP, check=True)
+    first = kernel.run(
+        """
+run = FakeRun(Path("nbddp_runs"))
+writer = threading.Thread(target=write, args=(run, Path("gate")))
+writer.start()
+follower, view = watch(run)
+closer = threading.Thread(target=finish, args=(run, follower, view))
+closer.start()
+""",
+        check=True,
+    )
+    second = kernel.run("print('another cell')", check=True)
+    kernel.until(lambda: "step 500 of 3,900" in html(kernel.widgets))
+    (tmp_path / "gate").touch()
+    kernel.until(lambda: "3,900 · epoch 10 of 10" in first.outputs[0]["data"]["text/plain"])
+    kernel.run("closer.join(); writer.join()", check=True)
+    assert kernel.widgets == {}
+    assert len(first.outputs) == 1
+    assert [output["output_type"] for output in second.outputs] == ["stream"]
+    assert second.text == "another cell\n"
+
+
+def test_updates_after_the_card_and_a_second_card_do_nothing(notebook: Callable[..., Notebook]) -> None:
+    kernel = notebook()
+    kernel.run(SETUP, check=True)
+    cell = kernel.run(
+        """
+run = FakeRun(Path("nbddp_runs"))
+run.start(); run.train(100)
+state = fold_all(run.run_dir)
+view = open_view(run.run_dir, state, plan_line=PLAN_LINE)
+run.end()
+for holds in ("first", "second"):
+    view.finish(make_card(run.run_dir, fold_all(run.run_dir), plan_line=PLAN_LINE, holds=holds, error=None))
+    view.update(state)
+""",
+        check=True,
+    )
+    (output,) = cell.outputs
+    assert "first" in output["data"]["text/plain"]
+    assert kernel.widgets == {}
+
+
+def test_traits_are_set_at_most_four_times_a_second_and_only_what_changed_is_sent(notebook: Callable[..., Notebook]) -> None:
+    kernel = notebook()
+    kernel.run(SETUP, check=True)
+    kernel.run(
+        """
+import ipywidgets
+sent = []
+send = ipywidgets.Widget.send_state
+def counted(self, key=None):
+    sent.append((time.monotonic(), type(self).__name__, key))
+    return send(self, key)
+ipywidgets.Widget.send_state = counted
+run = FakeRun(Path("nbddp_runs"), report_steps=1)
+run.start()
+follower, view = watch(run)
+began = time.monotonic()
+while time.monotonic() - began < 2.2:
+    run.train(1)
+    time.sleep(0.01)
+run.end("stopped")
+follower.join()
+during = [(name, key) for when, name, key in sent if began < when < began + 2.2]
+finish(run, follower, view)
+""",
+        check=True,
+    )
+    values = kernel.eval("[name for name, key in during if key == 'value']")
+    assert 3 <= values.count("Image") + values.count("HTML")
+    assert values.count("HTML") <= 3 * 10
+    assert 1 <= values.count("Image") <= 3
+
+
+def test_an_executed_notebook_holds_the_card_and_little_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    book = new_notebook(cells=[new_code_cell(SETUP), new_code_cell("Path('gate').touch()\n" + WATCH)])
+    client = NotebookClient(book, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    (output,) = book.cells[1].outputs
+    assert set(output["data"]) == {"text/html", "image/png", "text/plain"}
+    saved = json.dumps(book)
+    assert WIDGET not in saved
+    assert len(json.dumps(book.metadata)) < 20_000
+    nbformat.validate(book)
+    page, _ = HTMLExporter().from_notebook_node(book)
+    assert "net: epoch 10" in page
+    assert "Loading widget" not in page
+    assert not re.search(r"VBox\(", page)
