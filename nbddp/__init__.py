@@ -1,5 +1,99 @@
-"""nbddp: multi-GPU training native to a Jupyter notebook."""
+"""nbddp: multi-GPU training native to a Jupyter notebook.
+
+Importing this package is cheap: names are imported when they are first used, since the ranks and the supervisor import it too.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from nbddp.errors import (
+    BundleError,
+    CheckpointError,
+    ConfigError,
+    HangDetected,
+    LaunchError,
+    NbddpError,
+    OutOfMemory,
+    ReplicaMismatch,
+    RunFailed,
+    WorkerError,
+    WorkerLost,
+)
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbddp.api import attach, plan, prune, runs, train
+    from nbddp.checkpoint import load_checkpoint
+    from nbddp.config import TrainConfig
+    from nbddp.kernel.run import Run
+
+    last_run: Run | None
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BundleError",
+    "CheckpointError",
+    "ConfigError",
+    "HangDetected",
+    "LaunchError",
+    "NbddpError",
+    "OutOfMemory",
+    "ReplicaMismatch",
+    "Run",
+    "RunFailed",
+    "TrainConfig",
+    "WorkerError",
+    "WorkerLost",
+    "attach",
+    "last_run",
+    "load_checkpoint",
+    "plan",
+    "prune",
+    "runs",
+    "train",
+]
+
+_HOMES = {
+    "Run": "nbddp.kernel.run",
+    "TrainConfig": "nbddp.config",
+    "attach": "nbddp.api",
+    "load_checkpoint": "nbddp.checkpoint",
+    "plan": "nbddp.api",
+    "prune": "nbddp.api",
+    "runs": "nbddp.api",
+    "train": "nbddp.api",
+}
+_LATER = ("H5Dataset", "Metric", "Stage", "autocast", "compare", "swap_norm")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "last_run":  # the run that this kernel started last: another one each time
+        return importlib.import_module("nbddp.kernel.run").last_run()
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    message = f"nbddp.{name} is not available yet" if name in _LATER else f"module 'nbddp' has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Called by `%load_ext nbddp`."""
+    from nbddp.kernel.extension import load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Called by `%unload_ext nbddp`."""
+    from nbddp.kernel.extension import unload
+
+    unload(ipython)

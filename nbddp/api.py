@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig, read_settings
 from nbddp.errors import ConfigError
-from nbddp.kernel.request import HOOKS, Named, Request
+from nbddp.kernel.request import HOOKS, LATER_HOOKS, Named, Request
 from nbddp.kernel.run import Run, attach, last_run, run_root, runs
 from nbddp.rundir import prune_runs
 
@@ -131,15 +131,14 @@ def _request(
     note: str | None = None,
 ) -> Request:
     caller = _caller()
-    clash = sorted(set(HOOKS) & set(options) - {"optimizer"})
-    wrong = {name: options[name] for name in clash}
+    later = {name: options[name] for name in LATER_HOOKS if name in options}
     main, cells, cell = _notebook()
     return Request(
         model=Named(_name_of(model, caller, "model"), model),
         data=Named(_name_of(data, caller, "data"), data),
         val=None if val_data is None else Named(_name_of(val_data, caller, "val_data"), val_data),
-        options=_options(config, {name: value for name, value in options.items() if name not in wrong}),
-        hooks={**hooks, **wrong},
+        options=_options(config, {name: value for name, value in options.items() if name not in later}),
+        hooks={**hooks, **later},
         requested=requested,
         note=note,
         background=background,
@@ -188,6 +187,7 @@ def _notebook() -> tuple[Any, Any, Any]:
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
         return sys.modules.get("__main__"), {}, None
-    from nbddp.kernel.cells import running_cell, sources
+    from nbddp.bundle import CellSource
+    from nbddp.kernel.cells import CellSources, running_cell
 
-    return shell.user_module, sources(shell), running_cell(shell)
+    return shell.user_module, CellSources(shell, CellSource), running_cell(shell)

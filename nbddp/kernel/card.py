@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.kernel import markup
 from nbddp.kernel.figure import loss_png
+from nbddp.kernel.record import duration_s, number, started
 from nbddp.kernel.tail import rendered
 from nbddp.kernel.text import bytes_text, clock_text, count_text, rate_text, seconds_text, share_text, short_id, value_text
 from nbddp.rundir import write_atomically
@@ -89,14 +90,13 @@ def make_card(run_dir: RunDir, state: RunState, *, plan_line: str, holds: str | 
 
 def _headline(run_dir: RunDir, state: RunState) -> str:
     """When it began and how long it took."""
-    summary = (run_dir.read_result() or {}).get("summary") or {}
-    created = (run_dir.read_spec() or {}).get("created")
-    duration_s = summary.get("duration_s") or state.elapsed_s
+    spec, result = run_dir.read_spec() or {}, run_dir.read_result() or {}
+    begin, took_s = started(spec), duration_s(spec, number(result.get("time")))
     parts = []
-    if created is not None:
-        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(created)))
-    if duration_s is not None:
-        parts.append(clock_text(float(duration_s)))
+    if begin is not None:
+        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(begin)))
+    if (shown_s := state.elapsed_s if took_s is None else took_s) is not None:
+        parts.append(clock_text(shown_s))
     if state.stop_text:
         parts.append(state.stop_text)
     return " · ".join(parts)
@@ -163,8 +163,9 @@ def _failure(run_dir: RunDir, state: RunState, error: str | None) -> _Failure | 
     return _Failure(message, tuple(lines[-TRACEBACK_LINES:]))
 
 
-def _warnings(state: RunState) -> list[str]:
-    return [str(message.get("text", "")) for message in state.messages if message.get("level") != "debug"][-NOTES:]
+def _notes(state: RunState) -> list[tuple[str, str]]:
+    """Level and text of the last messages."""
+    return [(str(message.get("level", "info")), str(message.get("text", ""))) for message in state.messages][-NOTES:]
 
 
 def _mean_phases(state: RunState) -> dict[str, float]:
@@ -201,7 +202,7 @@ def _html(
     if any(phases.values()):
         parts += [markup.heading(f"Where a step's {seconds_text(sum(phases.values()))} go"), markup.phase_bar(phases), markup.phase_legend(phases)]
     parts.append(markup.div(markup.table((), [(markup.quiet(key), escape(value)) for key, value in facts], left=2, wrap=True), "margin-top:8px"))
-    parts += [markup.note(text, markup.WARNING) for text in _warnings(state)]
+    parts += [markup.message(level, text) for level, text in _notes(state)]
     if holds:
         parts.append(markup.div(escape(holds), "margin-top:8px;font-weight:600"))
     return markup.div("".join(parts), f"{markup.FONT};max-width:680px")
@@ -223,7 +224,7 @@ def _text(
         facts = [*facts[:-1], ("a step", f"{seconds_text(whole)}: {shares}"), facts[-1]]
     width = max(len(name) for name, _ in facts)
     lines += [f"  {name:<{width}}  {value}" for name, value in facts]
-    lines += [f"  warning: {text}" for text in _warnings(state)]
+    lines += [f"  {level}: {text}" for level, text in _notes(state)]
     if failure is not None:
         lines.append(failure.message)
     if holds:

@@ -126,3 +126,9 @@ class CellSources(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def running_cell(shell: InteractiveShell) -> Cell | None:
+    """The cell that is running, for a caller that is no magic; None outside a cell."""
+    running = RunningCells(shell)
+    return running.origin("", "", None).cell if running._filenames() else None

@@ -15,6 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
     from nbddp.state import Curve, RunState
@@ -48,21 +49,34 @@ def loss_png(state: RunState, *, limit: int | None = None) -> bytes | None:
         dpi = int(dpi * 0.8)
 
 
-def _draw(state: RunState, dpi: int) -> bytes:
+def loss_figure(state: RunState, *, dpi: int = DPI) -> Figure:
+    """Return the same picture as a matplotlib Figure, which a notebook displays; it does not belong to pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    class LossFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            return _png(self, int(self.dpi))
+
+    figure = LossFigure(figsize=SIZE_IN, dpi=dpi, layout=None)
+    FigureCanvasAgg(figure)
+    figure.patch.set_alpha(0)
+    axes = figure.add_axes((0.085, 0.17, 0.895, 0.79))
+    axes.patch.set_alpha(0)
+    _train(axes, state.train_curve)
+    _validation(axes, state.val_curve)
+    _style(axes, state)
+    return figure
+
+
+def _draw(state: RunState, dpi: int) -> bytes:
     with _drawing:  # matplotlib's caches are not made for several threads
-        figure = Figure(figsize=SIZE_IN, dpi=dpi, layout=None)
-        figure.patch.set_alpha(0)
-        axes = figure.add_axes((0.085, 0.17, 0.895, 0.79))
-        axes.patch.set_alpha(0)
-        _train(axes, state.train_curve)
-        _validation(axes, state.val_curve)
-        _style(axes, state)
-        buffer = io.BytesIO()
-        FigureCanvasAgg(figure)
-        figure.savefig(buffer, format="png", dpi=dpi, transparent=True, bbox_inches=None, metadata={"Software": None})
+        return _png(loss_figure(state, dpi=dpi), dpi)
+
+
+def _png(figure: Figure, dpi: int) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, transparent=True, bbox_inches=None, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -98,7 +112,9 @@ def _smooth(y: NDArray[np.float64], points: float) -> NDArray[np.float64]:
 
 def _style(axes: Axes, state: RunState) -> None:
     finite = np.asarray([value for curve in (state.train_curve, state.val_curve) for value in curve.y if math.isfinite(value)])
-    if finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
+    if not len(finite):
+        pass
+    elif finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
         axes.set_yscale("log")
     elif len(finite) > 20:
         _leave_out_first_spikes(axes, finite)

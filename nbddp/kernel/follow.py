@@ -92,7 +92,10 @@ class Follower(threading.Thread):
             return self._snapshot
 
     def add_listener(self, listener: Listener) -> None:
-        """Call `listener(state)` from the follower's thread: at most 4 times a second, once a second where nothing changed, and at the end."""
+        """Call `listener(state)` from the follower's thread: at most 4 times a second, once a second where nothing changed, and at the end.
+
+        Only in the last call is `state.done` true, and that state is complete.
+        """
         self._listeners.append(listener)
 
     def stop(self) -> None:
@@ -121,7 +124,8 @@ class Follower(threading.Thread):
             if idle_since is not None and now - idle_since >= SETTLE_S:
                 self._settle_once()
                 return
-            if now - notified >= (LISTEN_S if changed else IDLE_S):
+            # A terminal state is told at the end, when everything is folded.
+            if not self._state.done and now - notified >= (LISTEN_S if changed else IDLE_S):
                 self._notify()
                 changed, notified = False, now
             self._stop_asked.wait(POLL_S)

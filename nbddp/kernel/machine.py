@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbddp.errors import ConfigError
-from nbddp.plan import Machine, Plan
+from nbddp.planning import Machine, Plan
 from nbddp.rundir import run_dirs
 
 if TYPE_CHECKING:

@@ -156,3 +156,8 @@ def preformatted(lines: Iterable[str], *, colour: str = "", height: int = 0) -> 
 def note(text: str, colour: str) -> str:
     """A line with a coloured edge: a warning or an error, escaped."""
     return div(escape(text), f"border-left:3px solid {colour};padding:1px 0 1px 9px;margin:5px 0;white-space:pre-wrap;overflow-wrap:anywhere")
+
+
+def message(level: str, text: str) -> str:
+    """What a rank tells the user, in the colour of its level."""
+    return note(text, {"warning": WARNING, "error": ERROR}.get(level, LINE))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
 from nbddp.kernel import markup
+from nbddp.kernel.record import duration_s, number, started
 from nbddp.kernel.text import bytes_text, clock_text, count_text, value_text
 from nbddp.rundir import RunDir, run_dirs
 
@@ -154,7 +155,7 @@ class CheckpointTable(_Table[CheckpointEntry]):
         for event in events:
             path = run.checkpoints / Path(str(event["file"])).name
             if path.is_file():
-                value = _number(event.get("value"))
+                value = number(event.get("value"))
                 rows.append(CheckpointEntry(str(event["name"]), path, int(event["epoch"]), int(event["step"]), value, path.stat().st_size))
         return cls(rows)
 
@@ -174,23 +175,20 @@ def _plain(value: object) -> str:
 def read_entry(run: RunDir) -> RunEntry:
     """Read one run's row from its small files."""
     spec, result = run.read_spec() or {}, run.read_result()
-    started = spec.get("created")
     if result is None:
         state, summary = _unfinished(run), _latest(run)
-        ended = time.time() if state != "failed" else None
+        until = time.time() if state != "failed" else None
     else:
-        state, ended = str(result.get("state", "failed")), _number(result.get("time"))
+        state, until = str(result.get("state", "failed")), number(result.get("time"))
         summary = dict(result.get("summary") or {**_latest(run), "step": result.get("step"), "epoch": result.get("epoch")})
-    if ended is not None and started is not None:
-        summary.setdefault("duration_s", ended - started)
     return RunEntry(
         id=run.id,
         state=state,
-        started=started,
-        duration_s=_number(summary.get("duration_s")),
+        started=started(spec),
+        duration_s=duration_s(spec, until),
         step=summary.get("step"),
         best=_best(summary, str((spec.get("plan") or {}).get("monitor", "best"))),
-        loss=_number(summary.get("loss")),
+        loss=number(summary.get("loss")),
         differs=_differs(spec.get("config") or {}),
         size=_size(run),
         note=spec.get("note"),
@@ -198,18 +196,10 @@ def read_entry(run: RunDir) -> RunEntry:
     )
 
 
-def _number(value: object) -> float | None:
-    """A number as events and results write it; "nan" and "inf" are words there."""
-    try:
-        return None if value is None else float(value)  # type: ignore[arg-type] # anything else is refused below
-    except (TypeError, ValueError):
-        return None
-
-
 def _best(summary: dict[str, Any], monitor: str) -> tuple[str, float, int | None] | None:
     """Name, value and epoch of the best checkpoint."""
     best = summary.get("best") or {}
-    value = _number(best.get("value"))
+    value = number(best.get("value"))
     return None if value is None else (monitor, value, best.get("epoch"))
 
 

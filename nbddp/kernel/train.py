@@ -31,7 +31,7 @@ from nbddp.kernel.view import View, open_view
 from nbddp.launch import local
 from nbddp.launch.order import Order
 from nbddp.norm import keep_warning
-from nbddp.plan import Plan, make_plan
+from nbddp.planning import Plan, make_plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir, data_lock, release_data
 

@@ -106,7 +106,7 @@ def _head(state: RunState, title: str, run: str, plan_line: str, elapsed_s: floa
     clock = markup.tag("span", markup.quiet(clock_text(elapsed_s)), f"margin-left:auto;{markup.NUMBERS}")
     top = markup.div(f"{markup.badge(state.state)}{name}{markup.quiet(run)}{clock}", "display:flex;align-items:baseline;flex-wrap:wrap")
     plan = markup.div(markup.quiet(plan_line), "margin-top:3px;overflow-wrap:anywhere")
-    notes = "".join(markup.note(str(message.get("text", "")), markup.WARNING) for message in list(state.messages)[-3:])
+    notes = "".join(markup.message(str(message.get("level", "info")), str(message.get("text", ""))) for message in list(state.messages)[-3:])
     if state.stop_text and not state.done:
         notes += markup.note(f"stopping: {state.stop_text}", markup.WARNING)
     progress = markup.progress_bar(state.progress, state.state)

@@ -16,15 +16,18 @@ from nbddp.events import SUPERVISOR, EventReader, EventWriter
 from nbddp.failure import Failure, signal_name
 from nbddp.launch.progress import Progress
 from nbddp.launch.scratch import remove_scratch
+from nbddp.launch.standby import Standby
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir, release_data
 
 if TYPE_CHECKING:
     from nbddp.launch.order import Order
-    from nbddp.launch.standby import Standby, Supervisor
+    from nbddp.launch.standby import Supervisor
 
 _GONE_S = 2.0
 _POLL_S = 0.02
+standby = Standby()
+"""This kernel's."""
 _supervised: set[Supervised] = set()
 """Runs that this kernel launched and that go on: the end of their pipe would look like the end of the kernel."""
 
@@ -85,7 +88,7 @@ class Supervised:
         return settle(self.run, number=-code if code < 0 else None)
 
 
-def launch(run: RunDir, order: Order, standby: Standby) -> Supervised:
+def launch(run: RunDir, order: Order, standby: Standby = standby) -> Supervised:
     """Hand a run, whose spec and bundle are written, to a supervisor; returns as soon as that has been told.
 
     Raises:

@@ -99,8 +99,10 @@ def _start_fork_server(entry_module: str, *, niced: bool) -> ProcessId:
 
 def _plain_logs() -> None:
     """Have torch's messages written as they are: its own formatter imports the compiler, a second's work, for the first traceback."""
-    for handler in logging.getLogger("torch").handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch")]:
+        for handler in logging.getLogger(name).handlers:
+            handler.setFormatter(plain)
 
 
 def supervise(order: Order, entry: Callable[[str, dict[str, str], int], None], signals: Signals, fork_server: ProcessId) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from importlib import import_module
 
 from nbddp.deathguard import die_with_parent
 
@@ -40,14 +41,8 @@ def import_all(entry_module: str, *, niced: bool) -> None:
 
 
 def _import(entry_module: str) -> None:
-    import importlib
-
-    import torch
-    import torch.distributed
-    import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.nn.parallel  # noqa: F401 - here to be there before the ranks
-
-    importlib.import_module(entry_module)
+    for name in ("torch.distributed", "torch.nn.parallel", "nbddp.config", "nbddp.supervisor.group", "nbddp.supervisor.watch", entry_module):
+        import_module(name)
 
 
 if PARENT in os.environ:

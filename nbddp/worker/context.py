@@ -10,7 +10,7 @@ from torch import nn
 
 from nbddp.config import TrainConfig
 from nbddp.events import EventWriter
-from nbddp.plan import Plan
+from nbddp.planning import Plan
 from nbddp.rundir import RunDir
 from nbddp.worker.group import Ranks
 from nbddp.worker.position import Position

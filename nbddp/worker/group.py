@@ -14,7 +14,7 @@ from torch import nn
 from nbddp.worker.errors import ReplicasDiffer
 
 if TYPE_CHECKING:
-    from nbddp.plan import Plan
+    from nbddp.planning import Plan
 
 _INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

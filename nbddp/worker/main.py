@@ -23,7 +23,7 @@ from nbddp import bundle, checkpoint
 from nbddp.config import TrainConfig
 from nbddp.deathguard import die_with_parent
 from nbddp.events import EventWriter
-from nbddp.plan import Plan
+from nbddp.planning import Plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
 from nbddp.worker.context import Context, Hooks

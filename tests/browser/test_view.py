@@ -41,7 +41,9 @@ follower.done.wait()
 writer.join()
 view.finish(make_card(run.run_dir, follower.state, plan_line=PLAN_LINE, holds="net: epoch 10", error=None))
 """
-OVERFLOWS = "element => [element, ...element.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > element.getBoundingClientRect().right + 1).length"
+OVERFLOWS = (
+    "element => [element, ...element.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > element.getBoundingClientRect().right + 1).length"
+)
 
 
 def test_the_live_view_fits_narrow_and_wide_and_becomes_the_card(lab: Lab) -> None:

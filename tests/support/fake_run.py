@@ -52,7 +52,7 @@ class FakeRun:
         self._random = random.Random(0)
         self._losses: list[float] = []
         self._saved: set[str] = set()
-        self._epoch_loss = math.nan
+        self.requested = time.time()
         self.run_dir.write_supervisor(ProcessId.current())
         self.run_dir.write_spec(
             {
@@ -63,7 +63,8 @@ class FakeRun:
                 "note": note,
                 "host": "here",
                 "kernel": ProcessId.current().to_json(),
-                "created": time.time(),
+                "created": self.requested,
+                "times": {"requested": self.requested, "bundled": self.requested},
             },
         )
         self.supervisor = EventWriter(self.run_dir.supervisor_events, run=self.run_dir.id, rank=SUPERVISOR)
@@ -148,9 +149,9 @@ class FakeRun:
 
     def _end_epoch(self) -> None:
         rank0 = self.ranks[0]
-        self._epoch_loss = sum(self._losses) / len(self._losses)
+        loss = sum(self._losses) / len(self._losses)
         self._losses = []
-        rank0.emit("epoch", epoch=self.epoch, step=self.step, stage=0, loss=self._epoch_loss, duration_s=self.steps_per_epoch * 4e-3)
+        rank0.emit("epoch", epoch=self.epoch, step=self.step, stage=0, loss=loss, duration_s=self.steps_per_epoch * 4e-3)
         val_loss = 0.27 + 2.0 * math.exp(-self.step / (0.18 * self.total_steps)) + 0.12 * max(0.0, self.step / self.total_steps - 0.65)
         rank0.emit("validation", epoch=self.epoch, step=self.step, values={"val_loss": val_loss})
         self.checkpoint("last", None)
@@ -183,8 +184,8 @@ class FakeRun:
             if state == "finished":
                 events.emit("finished")
             events.close()
-        summary = {"step": self.step, "epoch": self.epoch - 1, "loss": self._epoch_loss, "val_loss": None, "best": None, "duration_s": self.step * 4e-3}
-        self.run_dir.write_result({"state": state, "time": time.time(), "summary": summary, **result})
+        at = {"step": self.step, "epoch": self.epoch - (self.step % self.steps_per_epoch == 0)}
+        self.run_dir.write_result({"state": state, "time": self.requested + self.step * 4e-3, "error": None, **at, **result})
         self.supervisor.emit("exited", state=state)
         self.supervisor.close()
 

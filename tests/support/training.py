@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nbddp.config import TrainConfig
 from nbddp.events import EventReader, EventWriter
 from nbddp.kernel.history import History
-from nbddp.plan import Machine, make_plan
+from nbddp.planning import Machine, make_plan
 from nbddp.rundir import RunDir
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import inspect
 import traceback
 
 import pytest
-from support import shell as shells
 
 from nbddp.errors import ConfigError
+from support import shell as shells
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
-from support.fake_run import PLAN_LINE, FakeRun, finished
-
 from nbddp.kernel.card import Card, make_card
 from nbddp.kernel.follow import fold_all
+from support.fake_run import PLAN_LINE, FakeRun, finished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +60,19 @@ def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     card = make_card(run_dir, state, plan_line=PLAN_LINE, holds=HOLDS, error=None)
     shown = checked(card.html)
     for text in (shown.text, card.text):
-        for part in ("finished", PLAN_LINE, "3,900", "epoch 10 of 10", "epoch 8", "rank 1 is the slowest", "samples/s", "forward", f"nbddp_runs/{run_dir.id}", HOLDS, "0:16"):
+        for part in (
+            "finished",
+            PLAN_LINE,
+            "3,900",
+            "epoch 10 of 10",
+            "epoch 8",
+            "rank 1 is the slowest",
+            "samples/s",
+            "forward",
+            f"nbddp_runs/{run_dir.id}",
+            HOLDS,
+            "0:16",
+        ):
             assert part in text
         assert str(tmp_path) not in text
     assert "script" not in shown.tags

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nbddp.kernel.figure import DPI, SIZE_IN, loss_png
+from nbddp.kernel.figure import DPI, SIZE_IN, loss_figure, loss_png
 from nbddp.state import RunState
 
 
@@ -60,12 +60,29 @@ def test_without_two_losses_there_is_nothing_to_draw(train: list[float]) -> None
 
 @pytest.mark.parametrize(
     "train",
-    [[1.0] * 100, [0.0] * 100, [-1.0, -2.0, -3.0] * 30, [1e30, 1e-30] * 50, [math.nan, 1.0] * 100, [1.0] * 40 + [math.nan] * 200, [1e300, -1e300] * 40, [1e9] + [1.0] * 300],
+    [
+        [1.0] * 100,
+        [0.0] * 100,
+        [-1.0, -2.0, -3.0] * 30,
+        [1e30, 1e-30] * 50,
+        [math.nan, 1.0] * 100,
+        [1.0] * 40 + [math.nan] * 200,
+        [1e300, -1e300] * 40,
+        [1e9] + [1.0] * 300,
+    ],
 )
 def test_curves_of_all_kinds_are_drawn(train: list[float]) -> None:
     png = loss_png(state_of(train, [math.nan, 1.0]))
     assert png is not None
     assert coloured(png, BLUE) > 20
+
+
+def test_the_figure_is_the_users_to_change_and_displays_itself() -> None:
+    figure = loss_figure(state_of([3.0, 2.0, 1.0]))
+    figure.axes[0].set_title("mine")
+    png = figure._repr_png_()  # type: ignore[attr-defined] # the display hook of front ends
+    assert coloured(png, BLUE) > 20
+    assert loss_figure(RunState()).axes
 
 
 def test_nothing_of_the_users_matplotlib_is_touched() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -8,10 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from support.fake_run import FakeRun, finished
 
 from nbddp.kernel.follow import Follower, fold_all
 from nbddp.process import ProcessId
+from support.fake_run import FakeRun, finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +131,7 @@ def test_listeners_are_called_at_most_four_times_a_second(tmp_path: Path, follow
         run.train(1)
         time.sleep(0.01)
     assert 2 <= len(times) <= 7
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert min(gaps) >= 0.2
     run.end()
     assert follower.done.wait(END_S)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from support.fake_run import FakeRun
 
 from nbddp.events import EventWriter
 from nbddp.kernel.history import EPOCH_COLUMNS, STEP_COLUMNS, History
+from support.fake_run import FakeRun
 
 if TYPE_CHECKING:
     from pathlib import Path

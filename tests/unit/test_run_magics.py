@@ -7,12 +7,13 @@ import time
 
 import pytest
 import torch
-from support import shell as shells
-from support.fake_run import FakeRun, finished
 from torch import nn
 
+from nbddp import checkpoint
 from nbddp.kernel.completion import complete
 from nbddp.kernel.run import Run
+from support import shell as shells
+from support.fake_run import FakeRun, finished
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_runs_are_listed(shell, root, tmp_path):
 
 
 def test_pruning_names_and_only_then_deletes(shell, root):
-    old, new = (finished(root, epochs=1, steps_per_epoch=10) for _ in range(2))
+    old, new = sorted((finished(root, epochs=1, steps_per_epoch=10) for _ in range(2)), key=lambda run: run.id)  # ids of one second are in any order
     aged(old, days=31)
     shell.run("%ddp_runs --prune")
     assert shell.output.startswith("nothing to prune in ")
@@ -135,8 +136,9 @@ def test_a_run_that_has_ended_is_not_asked(shell, root):
 
 
 def test_stacks_of_a_run_that_has_ended_are_none(shell, root):
-    run = finished(root, epochs=1, steps_per_epoch=10)
-    shell.run(f"%ddp_stacks {short(run)}")
+    run = FakeRun(root)
+    run.end("failed")
+    shell.run(f"%ddp_stacks {short(run.run_dir)}")
     assert shell.output == "no rank of this run is alive on this host\n"
 
 
@@ -152,7 +154,8 @@ def test_a_checkpoint_file_is_loaded(shell, tmp_path):
 def test_a_checkpoint_of_a_run_is_loaded(shell, root):
     run = finished(root, epochs=1, steps_per_epoch=10)
     wanted = nn.Linear(2, 1)
-    torch.save(wanted.state_dict(), run.checkpoints / "last.pt")
+    content = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "model": checkpoint.model_state(wanted), "epoch": 1, "epochs_done": 1, "step": 10}
+    checkpoint.write(run.checkpoints / "last.pt", content)
     shell.run(f"%ddp_load net {short(run)}")
     assert torch.equal(shell.ip.user_ns["net"].weight, wanted.weight)
     assert run.id in shell.output

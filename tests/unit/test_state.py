@@ -6,11 +6,11 @@ import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.fake_run import FakeRun, finished
 
 from nbddp.events import Event, EventReader
 from nbddp.kernel.follow import fold_all
 from nbddp.state import CURVE_POINTS, EPOCHS, PHASES, Curve, RunState
+from support.fake_run import FakeRun, finished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,9 @@ def event(kind: str, rank: int = 0, mono: float = 0.0, **data: object) -> Event:
     return Event("r", rank, 0, 0, 1000.0 + mono, mono, kind, dict(data))
 
 
-def steps_event(first: int, count: int, *, loss: object = 1.0, warmup: int = 0, step_s: float = 0.01, samples: int = 8, mono: float = 0.0, slowest: int = 0) -> Event:
+def steps_event(
+    first: int, count: int, *, loss: object = 1.0, warmup: int = 0, step_s: float = 0.01, samples: int = 8, mono: float = 0.0, slowest: int = 0
+) -> Event:
     columns: dict[str, Any] = {
         "step": list(range(first, first + count)),
         "epoch": [1] * count,

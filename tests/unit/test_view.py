@@ -5,13 +5,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from support.fake_run import PLAN_LINE, FakeRun
-
 from nbddp.kernel.card import make_card
 from nbddp.kernel.follow import fold_all
 from nbddp.kernel.terminal import TerminalView, progress_line
 from nbddp.kernel.view import open_view
 from nbddp.state import RunState
+from support.fake_run import PLAN_LINE, FakeRun
 
 if TYPE_CHECKING:
     from pathlib import Path
