@@ -21,6 +21,7 @@ from nbddp.errors import (
     WorkerError,
     WorkerLost,
 )
+from nbddp.version import __version__
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     last_run: Run | None
 
-__version__ = "0.1.0"
 
 __all__ = [
     "BundleError",
@@ -48,6 +48,7 @@ __all__ = [
     "TrainConfig",
     "WorkerError",
     "WorkerLost",
+    "__version__",
     "attach",
     "last_run",
     "load_checkpoint",

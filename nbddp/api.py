@@ -29,7 +29,7 @@ def train(
     loss: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
     validation_step: Callable[[Any, Any], Any] | None = None,
-    optimizer: Any = None,  # noqa: ANN401 - a hook, or the name of an optimizer
+    optimizer: Any = None,
     scheduler: Callable[[Any], Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: TrainConfig | Mapping[str, object] | str | Path | None = None,
@@ -157,7 +157,7 @@ def _options(config: TrainConfig | Mapping[str, object] | str | Path | None, opt
     elif isinstance(config, str | Path):
         from nbddp.kernel.settings import settings
 
-        base = settings(str(config))
+        base = settings(Path(config))
     else:
         base = read_settings(config)
     over = TrainConfig(**options)

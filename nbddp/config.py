@@ -110,8 +110,8 @@ Positive = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_na
 NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
 
 
-def _option(default: object, help_: str, group: Group, **extra: object) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
-    return Field(default=default, description=help_, json_schema_extra={"group": group, **extra}, validate_default=False)  # type: ignore[arg-type]
+def _option(default: Any, help_: str, group: Group, **extra: str) -> Any:
+    return Field(default=default, description=help_, json_schema_extra={"group": group, **extra})
 
 
 class TrainConfig(BaseModel):
@@ -205,7 +205,7 @@ class TrainConfig(BaseModel):
     wandb: str | None = _option(None, "project=...,group=...", "trackers")
     tensorboard: str | None = _option(None, "folder for TensorBoard", "trackers")
 
-    def __init__(self, **values: Any) -> None:  # noqa: ANN401 - pydantic checks the values
+    def __init__(self, **values: Any) -> None:
         values = {_known(name): value for name, value in values.items()}
         try:
             super().__init__(**values)

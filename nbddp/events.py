@@ -39,7 +39,7 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _plain(value: Any) -> Any:
     """Write non-finite numbers as "nan", "inf", "-inf", which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -126,7 +126,7 @@ class EventReader:
                     if not more:
                         return
                     chunk += more
-        except FileNotFoundError:  # the run was pruned while it was watched
+        except OSError:  # the run was pruned while it was watched, or its disk is away for a moment
             return
         self._offsets[path.name] = offset + end
         for line in chunk[:end].splitlines():

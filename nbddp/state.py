@@ -346,6 +346,8 @@ def _exited(state: RunState, event: Event) -> None:
     state.state = event.data["state"]
     state.finished_time = event.time
     state.phase = state.state
+    if state.state == "failed" and state.first_step_time is None:  # such a run keeps its record, not its checkpoints
+        state.checkpoints, state.best = [], None
 
 
 _HANDLERS = {

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from support import processes
+from support.kernel import MARK as KERNEL_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -71,11 +72,13 @@ def leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     threads_before = set(threading.enumerate())
     env_before, cwd_before, path_before = dict(os.environ), Path.cwd(), list(sys.path)
     files_before = _droppings()
+    kernels_before = processes.values_of(KERNEL_MARK, ours_before)
     yield
     found = []
 
-    # Fixtures of wider scope were set up before this one: what they started is in `ours_before`.
-    left = processes.gone(lambda: _our_processes(base) - ours_before, LEAVING_S)
+    # Fixtures of wider scope were set up before this one: what they started is in `ours_before`. A kernel among it answers for what it starts later, such
+    # as the supervisor that waits for its next cell: `Notebook.close` finds what outlives it.
+    left = processes.gone(lambda: {p for p in _our_processes(base) - ours_before if not processes.values_of(KERNEL_MARK, [p]) & kernels_before}, LEAVING_S)
     if left:
         found.append(f"processes:\n{processes.describe(left)}")
         processes.end(left)

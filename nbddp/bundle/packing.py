@@ -129,7 +129,9 @@ def _is_data(obj: object) -> bool:
         return False
     if isinstance(obj, Dataset):
         return True
-    if isinstance(obj, (torch.Tensor, np.ndarray)):
+    if isinstance(obj, torch.Tensor):
+        return obj.numel() * obj.itemsize >= INLINE_BYTES
+    if isinstance(obj, np.ndarray):
         return obj.nbytes >= INLINE_BYTES
     if isinstance(obj, _COPIED):
         return False
@@ -208,8 +210,9 @@ class _ArchivePickler(NotebookPickler):
         return storage_at, (view.index, dtype)
 
     def _module(self, module: torch.nn.Module) -> Any:
+        reduced = reduce_module(module)
         self._recomputed.update((id(tensor), tensor) for tensor in recomputed_tensors(module))
-        return reduce_module(module)
+        return reduced
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         has_history = tensor.requires_grad and not tensor.is_leaf

@@ -70,7 +70,9 @@ def recomputed_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     names = {getattr(hook, name, None) for hook in module._forward_pre_hooks.values() for name in ("name", "_tensor_name")}
     found = [value for name, value in vars(module).items() if name in names]
     if isinstance(module, torch.nn.RNNBase):
-        module._update_flat_weights()  # its __getstate__ does so as well, but too late for us
+        if not parametrize.is_parametrized(module):
+            # Its __getstate__ does so as well, but later. A parametrized one was reduced before, and makes other tensors each time it is asked.
+            module._update_flat_weights()
         found += module._flat_weights
     return [value for value in found if isinstance(value, torch.Tensor)]
 

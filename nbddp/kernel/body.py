@@ -59,7 +59,7 @@ class _CellSyntaxError(Exception):
 
 def _shown_as_the_cells_own(shell: InteractiveShell, error: SyntaxError) -> Exception:
     """Front ends and papermill name an error by its class; a real SyntaxError would be shown with IPython's frames and ours."""
-    named = type(type(error).__name__, (_CellSyntaxError,), {})
+    named: type[_CellSyntaxError] = type(type(error).__name__, (_CellSyntaxError,), {})
     return named(error, shell.SyntaxTB.structured_traceback(type(error), error, None))
 
 

@@ -112,9 +112,7 @@ def _smooth(y: NDArray[np.float64], points: float) -> NDArray[np.float64]:
 
 def _style(axes: Axes, state: RunState) -> None:
     finite = np.asarray([value for curve in (state.train_curve, state.val_curve) for value in curve.y if math.isfinite(value)])
-    if not len(finite):
-        pass
-    elif finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
+    if len(finite) and finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
         axes.set_yscale("log")
     elif len(finite) > 20:
         _leave_out_first_spikes(axes, finite)

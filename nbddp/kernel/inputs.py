@@ -68,7 +68,9 @@ def take_data(named: Named, *, training: bool) -> Data:
         message = f"{named.name} is a model ({type(dataset).__name__}): the order is MODEL DATA"
         raise ConfigError(message)
     if isinstance(dataset, IterableDataset):
-        message = f"{named.name} is an IterableDataset: samples that can't be drawn by index can't be dealt to ranks; not available yet, use a map-style dataset"
+        message = (
+            f"{named.name} is an IterableDataset: samples that can't be drawn by index can't be dealt to ranks; not available yet, use a map-style dataset"
+        )
         raise ConfigError(message)
     if isinstance(dataset, tuple) and len(dataset) > 1 and all(isinstance(t, torch.Tensor) and t.ndim for t in dataset) and len({len(t) for t in dataset}) == 1:
         data.dataset = TensorDataset(*dataset)
@@ -95,7 +97,9 @@ def _from_loader(named: Named, loader: DataLoader[Any], *, training: bool) -> Da
         type(loader.sampler) is RandomSampler and not loader.sampler.replacement and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
     if training and not plain:
-        message = f"{named.name} has a {type(loader.sampler).__name__}: samplers of your own are not available yet; give the dataset, and --shuffle or --no-shuffle"
+        message = (
+            f"{named.name} has a {type(loader.sampler).__name__}: samplers of your own are not available yet; give the dataset, and --shuffle or --no-shuffle"
+        )
         raise ConfigError(message)
     options: dict[str, object] = {"batch_size" if training else "val_batch_size": loader.batch_size}
     if training:

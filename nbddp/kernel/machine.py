@@ -66,5 +66,7 @@ def check_devices(plan: Plan, root: Path) -> list[str]:
         message = f"GPU {', '.join(map(str, taken))} held by run {held[taken[0]]}; {offer}"
         raise ConfigError(message)
     used = _query()
-    foreign = [(i, used[i][1]) for i in plan.device_indices if i < len(used) and used[i][1] > _FOREIGN_MIB] if not os.environ.get("CUDA_VISIBLE_DEVICES") else []
+    foreign = (
+        [(i, used[i][1]) for i in plan.device_indices if i < len(used) and used[i][1] > _FOREIGN_MIB] if not os.environ.get("CUDA_VISIBLE_DEVICES") else []
+    )
     return [f"GPU {index} already has {mib / 1024:.1f} GiB in use, by this kernel or another process" for index, mib in foreign]

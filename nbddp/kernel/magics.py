@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class, needs_local_scope, no_var_expand
-from IPython.display import display
 
 from nbddp.errors import ConfigError
 from nbddp.kernel.binding import binder, names_of, say
@@ -30,10 +29,10 @@ def _train(request: Request, bind: Bind) -> object:
     return train(request, bind)
 
 
-def _dry_run(request: Request) -> object:
+def _dry_run(request: Request) -> None:
     from nbddp.kernel.train import dry_run
 
-    return dry_run(request)
+    dry_run(request)
 
 
 def _cell_sources(shell: InteractiveShell) -> CellSources:
@@ -78,7 +77,7 @@ class TrainMagics(Magics):
         shell: InteractiveShell,
         cells: RunningCells,
         train: Callable[[Request, Bind], object] = _train,
-        dry_run: Callable[[Request], object] = _dry_run,
+        dry_run: Callable[[Request], None] = _dry_run,
     ) -> None:
         super().__init__(shell)
         self._shell = shell
@@ -121,10 +120,10 @@ class TrainMagics(Magics):
         origin = self._cells.origin(magic, line, body)
         plan_only = magic == "ddp_plan" or invocation.dry_run
         request = self._request(invocation, origin, body, names, plan_only=plan_only)
-        if not plan_only:
+        if plan_only:
+            self._dry_run(request)
+        else:
             self._train(request, binder(self._shell, invocation.bind))
-        elif (plan := self._dry_run(request)) is not None:
-            display(plan)
 
     def _request(self, invocation: Invocation, origin: Origin, body: str | None, names: Mapping[str, Any], *, plan_only: bool) -> Request:
         __tracebackhide__ = True

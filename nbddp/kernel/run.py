@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
-from nbddp.errors import CheckpointError, ConfigError, NbddpError, RunFailed
+from nbddp.errors import CheckpointError, ConfigError, NbddpError, RunFailed, WorkerLost
 from nbddp.failure import Failure
-from nbddp.kernel import weights
 from nbddp.kernel.follow import Follower
 from nbddp.kernel.history import History
 from nbddp.kernel.table import CheckpointTable, RunTable
@@ -68,12 +67,16 @@ class Run:
     def state(self) -> str:
         """starting, running, finished, stopped or failed."""
         result = self._files.read_result()
+        if result is None and self._follower.done.is_set() and not self.dir.is_dir():
+            return "failed"
         return str(result["state"]) if result is not None else self._follower.state.state
 
     @property
     def error(self) -> NbddpError | None:
         """Why the run failed; None where it did not."""
         result = self._files.read_result()
+        if result is None and self._follower.done.is_set() and not self.dir.is_dir():
+            return WorkerLost(f"the run directory {self.dir} was deleted while the run went on")
         if result is None or not result.get("error"):
             return None
         failure = Failure.from_json(result["error"])
@@ -86,7 +89,7 @@ class Run:
     def duration_s(self) -> float:
         """Seconds from the start of the cell to the end of the run, or until now."""
         line = self.timeline
-        return (line["finished"] or time.time()) - line["requested"]
+        return float(line["finished"] or time.time()) - float(line["requested"])
 
     @property
     def timeline(self) -> dict[str, Any]:
@@ -179,6 +182,8 @@ class Run:
         Raises:
             CheckpointError: for a checkpoint that is missing, not finite, or does not fit; the model is unchanged then.
         """
+        from nbddp.kernel import weights
+
         target = model if model is not None else self._model
         if target is None:
             message = f"run {self.id} was started by another kernel: name the model, run.load(net), or rebuild it with run.model()"
@@ -197,11 +202,12 @@ class Run:
             CheckpointError: where the bundle or the checkpoint is gone.
         """
         from nbddp.bundle import load_model
+        from nbddp.kernel import weights
 
         if not self._files.bundle.is_file():
             message = f"run {self.id} has no bundle: a run that failed before its first step keeps only its record"
             raise CheckpointError(message)
-        module = load_model(self._files.bundle)
+        module: nn.Module = load_model(self._files.bundle)
         weights.load_into(module, self._files, which)
         return module
 
@@ -210,12 +216,12 @@ class Run:
         message = "run.evaluate is not available yet: validation data given with --val is evaluated while training"
         raise ConfigError(message)
 
-    def predict(self, data: object) -> Any:  # noqa: ANN401 - not available yet
+    def predict(self, data: object) -> Any:
         """Not available yet."""
         message = "run.predict is not available yet: run.model() gives the module"
         raise ConfigError(message)
 
-    def diff(self, other: object) -> Any:  # noqa: ANN401 - not available yet
+    def diff(self, other: object) -> Any:
         """Not available yet."""
         message = "run.diff is not available yet"
         raise ConfigError(message)
@@ -226,15 +232,17 @@ class Run:
         """Show the run: live while it goes on, in a view that follows it to its end; its card afterwards."""
         from nbddp.kernel.view import open_view
 
+        if self._files.read_result() is not None:
+            self._follower.done.wait()  # it has only to read what is there
         if self._follower.done.is_set():
             return self.card()
         view = open_view(self._files, self._follower.state, plan_line=self._spec["plan_line"])
 
         def follow(state: RunState) -> None:
-            if self._files.read_result() is None:
-                view.update(state)
-            else:
+            if state.done:
                 view.finish(self.card())
+            else:
+                view.update(state)
 
         self._follower.add_listener(follow)
         return None
@@ -247,7 +255,7 @@ class Run:
         text = None if error is None else str(error)
         return make_card(self._files, self._follower.state, plan_line=self._spec["plan_line"], holds=self._holds, error=text)
 
-    def plot(self) -> Any:  # noqa: ANN401 - a matplotlib Figure, imported when it is needed
+    def plot(self) -> Any:
         """The loss curves as a matplotlib Figure."""
         from nbddp.kernel.figure import loss_figure
 
@@ -269,6 +277,8 @@ class Run:
 
     def take_weights(self) -> str | None:
         """Load the run's weights into the bundled model by the rules of `load`; return the line that says what it holds, None where nothing is to do."""
+        from nbddp.kernel import weights
+
         with self._lock:
             pending, self._load_pending = self._load_pending, False
         which = weights.chosen(self.config)
@@ -317,7 +327,7 @@ _last: list[Run] = []
 
 def run_root(given: str | Path | None = None) -> Path:
     """The folder of the run directories: as given, else NBDDP_RUN_ROOT, else nbddp_runs in the folder where this kernel first needed one."""
-    global _fixed_root  # noqa: PLW0603 - fixed once per kernel, so that %cd does not scatter runs
+    global _fixed_root
     if given is not None:
         return Path(given).expanduser().resolve()
     if (root := os.environ.get("NBDDP_RUN_ROOT")) is not None:

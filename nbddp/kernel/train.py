@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbddp import __version__
 from nbddp.bundle import Bundler, DataRef, Interpreter
 from nbddp.config import TrainConfig
 from nbddp.data import split_size
 from nbddp.errors import ConfigError
-from nbddp.kernel import inputs, interrupt, weights
+from nbddp.kernel import inputs, weights
+from nbddp.kernel.interrupt import Interrupts
 from nbddp.kernel.machine import check_devices, this_machine
 from nbddp.kernel.request import LATER_HOOKS, Bind, Request
 from nbddp.kernel.run import Run, register, run_root
 from nbddp.kernel.text import bytes_text
-from nbddp.kernel.view import View, open_view
+from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local
 from nbddp.launch.order import Order
 from nbddp.norm import keep_warning
 from nbddp.planning import Plan, make_plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir, data_lock, release_data
+from nbddp.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
@@ -193,29 +194,47 @@ def train(request: Request, bind: Bind | None = None) -> Run:
         ConfigError, BundleError, CheckpointError: before anything is started.
         LaunchError, RunFailed: where the run fails.
     """
-    prepared = prepare(request)
-    run_dir = RunDir.create(prepared.root, prepared.config.name or type(prepared.model).__name__)
-    try:
-        plan_line = _bundle(prepared, run_dir)
-    except BaseException:
-        shutil.rmtree(run_dir.path, ignore_errors=True)
-        release_data(prepared.root)
-        raise
-    print("\n".join([plan_line, *prepared.remarks]))  # noqa: T201 - heads the run
-    supervised = local.launch(run_dir, _order(prepared, run_dir), local.standby)
-    run = Run(run_dir, supervised=supervised, model=prepared.model)
-    register(run)
-    if bind is not None:
-        bind(run)
-    watch = _Watch(run, plan_line, background=request.background)
-    run.follower.add_listener(watch.update)
-    if request.background:
-        return run
-    interrupt.wait(run.follower.done, watch.interrupted)
-    watch.end()
+    with Interrupts().taken() as interrupts:
+        prepared = prepare(request)
+        run_dir, plan_line = _write(prepared, interrupts)
+        if heads := [*([plan_line] if in_kernel() else []), *prepared.remarks]:  # in a terminal the view begins with the plan
+            print("\n".join(heads))  # noqa: T201 - heads the run
+        supervised = local.launch(run_dir, _order(prepared, run_dir), local.standby)
+        try:
+            run = Run(run_dir, supervised=supervised, model=prepared.model)
+            register(run)
+            if bind is not None:
+                bind(run)
+            watch = _Watch(run, plan_line, background=request.background)
+            run.follower.add_listener(watch.update)
+        except BaseException:
+            supervised.kill()  # nobody would be there to stop it
+            raise
+        if request.background:
+            interrupts.handle(watch.interrupted)
+            return run
+        interrupts.wait(run.follower.done, watch.interrupted)
+        watch.end()
     if (error := run.error) is not None:
         raise error
     return run
+
+
+def _write(prepared: Prepared, interrupts: Interrupts) -> tuple[RunDir, str]:
+    """Make the run directory and what travels; return it with the plan line. From here on interrupts are counted; where it fails, nothing is left."""
+    run_dir = RunDir.create(prepared.root, prepared.config.name or type(prepared.model).__name__)
+    try:
+        plan_line = _bundle(prepared, run_dir)
+        interrupts.hold()
+    except BaseException:
+        interrupts.clear_away(lambda: _remove(run_dir))
+        raise
+    return run_dir, plan_line
+
+
+def _remove(run_dir: RunDir) -> None:
+    shutil.rmtree(run_dir.path, ignore_errors=True)
+    release_data(run_dir.root)
 
 
 def _order(prepared: Prepared, run_dir: RunDir) -> Order:
@@ -319,7 +338,7 @@ class _Watch:
         """After the wait, in the main thread: weights first, then the card, then the line that says what the model holds."""
         line = self._run.take_weights()
         self._finish()
-        if line is not None:
+        if line is not None and in_kernel():  # a terminal's card ends with it
             print(line)  # noqa: T201 - the last line of the cell
 
     def _finish(self) -> None:

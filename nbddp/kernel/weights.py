@@ -84,7 +84,7 @@ def file_of(run: RunDir, which: str | int) -> Path:
     if path.is_file():
         return path
     have = sorted(file.stem for file in run.checkpoints.glob("*.pt"))
-    rule = f"it has {', '.join(have)}" if have else "it has none (a run that failed before its first step keeps no checkpoint)"
+    rule = f"it has {', '.join(have)}" if have else "it ended before its first one"
     message = f"run {run.id} has no checkpoint {which}: {rule}"
     raise CheckpointError(message)
 

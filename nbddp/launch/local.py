@@ -48,7 +48,7 @@ class Supervised:
         """Whether the supervisor runs."""
         if self.process.poll() is None:
             return True
-        _supervised.discard(self)
+        self._release()
         return False
 
     def wait(self, timeout: float | None = None) -> int:
@@ -62,8 +62,13 @@ class Supervised:
         except subprocess.TimeoutExpired:
             message = f"{self.run.id} goes on after {timeout} s"
             raise TimeoutError(message) from None
-        _supervised.discard(self)
+        self._release()
         return code
+
+    def _release(self) -> None:
+        if self in _supervised:
+            _supervised.discard(self)
+            self._supervisor.release()
 
     def terminate(self) -> None:
         """Have the supervisor end its ranks: SIGTERM to them, and SIGKILL after 1.5 s."""
@@ -83,7 +88,6 @@ class Supervised:
         if self.run.read_result() is None and self.run.supervisor() is None:
             tail = "\n".join(self._supervisor.stderr_tail())
             fail(self.run, Failure("LaunchError", f"the supervisor ended with exit code {self.process.returncode} before it took the run over\n{tail}".rstrip()))
-        remove_scratch(self._supervisor.identity)
         code = self.process.returncode
         return settle(self.run, number=-code if code < 0 else None)
 

@@ -39,6 +39,7 @@ class Supervisor:
         kernel = ProcessId.current()
         self.fingerprint = fingerprint()
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, and closed with this object
+        self._tail: list[str] = []
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([str(_BOOT), *filter(None, [environment.get("PYTHONPATH")])])
         environment["NBDDP_SYS_PATH"] = os.pathsep.join(path for path in sys.path if Path(path).is_absolute())
@@ -75,15 +76,15 @@ class Supervisor:
 
     def stderr_tail(self) -> list[str]:
         """The last lines that it printed before it had an order."""
-        size = os.fstat(self._stderr.fileno()).st_size
-        text = os.pread(self._stderr.fileno(), 1 << 14, max(0, size - (1 << 14))).decode("utf-8", "replace")
-        return text.rstrip().splitlines()[-_STDERR_LINES:]
+        if not self._stderr.closed:
+            size = os.fstat(self._stderr.fileno()).st_size
+            text = os.pread(self._stderr.fileno(), 1 << 14, max(0, size - (1 << 14))).decode("utf-8", "replace")
+            self._tail = text.rstrip().splitlines()[-_STDERR_LINES:]
+        return self._tail
 
     def end(self) -> None:
         """End it and what it started: at once while it has no order."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # an unfinished line can't be flushed to a process that is gone
-                self.process.stdin.close()
+        self._close_stdin()
         if self.alive():
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -91,7 +92,19 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.release()
+
+    def release(self) -> None:
+        """Once it has ended: close what is open for it, and remove what it may have left."""
+        self._close_stdin()
+        self.stderr_tail()
+        self._stderr.close()
         remove_scratch(self.identity)
+
+    def _close_stdin(self) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):  # an unfinished line can't be flushed to a process that is gone
+                self.process.stdin.close()
 
 
 class Standby:

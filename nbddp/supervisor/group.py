@@ -82,6 +82,8 @@ class Group(LocalElasticAgent):
         self.nproc = nproc
         self.over = threading.Event()
         """Set when all ranks are gone: the agent waits for ever for one that left with exit code 0 before it returned."""
+        self.gone_first: set[int] = set()
+        """Ranks that had ended before the agent sent SIGTERM to any."""
         self._processes: dict[int, ProcessId] = {}
 
     def processes(self) -> dict[int, ProcessId]:
@@ -99,6 +101,7 @@ class Group(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.over.is_set():
             return RunResult(state=WorkerState.FAILED)
+        self.gone_first.update(rank for rank, process in self.processes().items() if not process.alive())
         return super()._monitor_workers(worker_group)
 
     def _get_fq_hostname(self) -> str:

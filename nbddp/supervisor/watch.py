@@ -85,8 +85,11 @@ class Watch(threading.Thread):
         if self.progress.all_finished(self._group.nproc):
             last = self.progress.ranks[0].finished or {}
             return ("stopped" if last.get("stopped") else "finished"), None
+        orphaned = not self._fork_server.alive()
+        if orphaned:  # nobody was left to tell exit codes, and 255 is what multiprocessing makes of that
+            exits = {rank: None if code == 255 else code for rank, code in exits.items()}
         failure = verdict(self._ends(exits, first), memory_hint=self._memory.hint())
-        if self._cause == "fork server" and (failure is None or failure.signal is None):
+        if orphaned and (failure is None or failure.signal is None):
             failure = Failure("WorkerLost", "the process that starts the ranks was killed; the ranks ended with it")
         if failure is not None:
             return "failed", failure
@@ -113,9 +116,8 @@ class Watch(threading.Thread):
             if failed is not None and self._cause is not None and when > self._ending:
                 failed = None
             code = exits.get(rank)
-            if self._cause == "fork server" and code == 255:  # what multiprocessing makes of a fork server that can't tell
-                code = None
-            told = rank in self._ours or (code == -signal.SIGTERM and (rank != first or self._signals.received is not None))
+            by_agent = code == -signal.SIGTERM and rank != first and rank not in self._group.gone_first
+            told = rank in self._ours or by_agent or (code == -signal.SIGTERM and self._signals.received is not None)
             finished = row is not None and row.finished is not None
             phase = "" if row is None else row.phase
             in_collective = code == -signal.SIGABRT and (phase in ("sync", "backward") or self._logged_collective(rank))

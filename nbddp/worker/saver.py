@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbddp import __version__, checkpoint
+from nbddp import checkpoint
+from nbddp.version import __version__
 from nbddp.worker import rng
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ def seeded(module: Callable[[], nn.Module], *example: int) -> Callable[[], nn.Mo
         torch.manual_seed(0)
         built = module()
         if example:
-            built(torch.ones(example)).sum()
+            built(torch.ones(example))  # what a forward leaves behind must travel as well
         return built
 
     return build

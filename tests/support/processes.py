@@ -40,6 +40,15 @@ def marked(variable: str, value: str) -> Processes:
     return alive(found)
 
 
+def values_of(variable: str, processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the values that a variable had where these processes, or what they were forked from, were started."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            found.add(process.environ().get(variable))
+    return {value for value in found if value is not None}
+
+
 def of_session(pid: int) -> Processes:
     """Return the running processes of the session whose leader has, or had, this pid."""
     found = set()

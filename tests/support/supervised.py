@@ -231,3 +231,29 @@ def do_stay(rank: Rank) -> None:
     """Finish, but with a thread that keeps the process."""
     do_finish(rank)
     threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+
+
+# -- a kernel's stand-in, which a test can kill: python -m support.supervised ROOT DO ON_KERNEL_EXIT [fork]
+
+
+def kernel_main(root: str, do: str, on_kernel_exit: OnKernelExit, *, fork: bool) -> None:
+    """Launch a run, name it, and live until killed; with `fork`, a child that holds the pipe lives on for a while."""
+    from nbddp.launch.local import launch
+    from nbddp.launch.standby import Standby
+
+    standby = Standby(entry=ENTRY)
+    run = make_run(Path(root))
+    supervised = launch(run, make_order(run, do, on_kernel_exit=on_kernel_exit), standby)
+    standby.warm()
+    waiting = standby.supervisor
+    assert waiting is not None
+    if fork and os.fork() == 0:
+        time.sleep(15)
+        os._exit(0)
+    sys.stdout.write(json.dumps({"run": str(run.path), "supervisor": supervised.process.pid, "standby": waiting.process.pid}) + "\n")
+    sys.stdout.flush()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    kernel_main(sys.argv[1], sys.argv[2], "continue" if sys.argv[3] == "continue" else "stop", fork="fork" in sys.argv[4:])

@@ -144,10 +144,12 @@ def test_warnings_and_losses_that_are_not_finite(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.start()
     run.ranks[0].emit("message", level="warning", text="8 samples per rank: <raise> --batch-size")
+    run.ranks[0].emit("message", level="info", text="the last batch is smaller")
     run.train(50, losses=[1.0] * 47 + [float("nan")] * 3)
     run.end("finished")
     card = card_of(run)
     assert "warning: 8 samples per rank: <raise> --batch-size" in card.text
+    assert "  info: the last batch is smaller" in card.text
     assert "the loss of 3 steps" in card.text
     assert "8 samples per rank: <raise> --batch-size" in checked(card.html).text
 

@@ -247,3 +247,15 @@ def test_stop_ends_the_following_of_a_run_that_goes_on(tmp_path: Path, follow: C
     assert not follower.is_alive()
     assert follower.done.is_set()
     run.end()
+
+
+def test_listeners_hear_of_the_end_once_and_completely(tmp_path: Path, follow: Callable[..., Follower]) -> None:
+    for index in range(3):
+        ends: list[int] = []
+        run = FakeRun(tmp_path, name=f"end{index}")
+        run.start()
+        follower = follow(run.run_dir, never, lambda state, ends=ends: ends.append(state.step) if state.done else None)
+        run.train(run.total_steps)
+        run.end()
+        assert follower.done.wait(END_S)
+        assert ends == [run.total_steps]

@@ -178,7 +178,7 @@ def test_refusals_name_rule_and_remedy(line, said):
 
 
 def test_magics_name_themselves():
-    with pytest.raises(ConfigError, match="--lr is not an option of %ddp_runs. %ddp_runs -h lists the options"):
+    with pytest.raises(ConfigError, match=r"--lr is not an option of %ddp_runs\. %ddp_runs -h lists the options"):
         split("--lr 1", RUNS_OPTIONS, "%ddp_runs")
     with pytest.raises(ConfigError, match=r"^model and training data are missing: %ddp_plan MODEL DATA"):
         parse("", "%ddp_plan")

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
-import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -188,21 +188,16 @@ def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
 
 def test_a_million_steps_take_bounded_memory_and_little_time() -> None:
     state = RunState(total_steps=1_000_000)
-    template = steps_event(0, 50).data
-    tracemalloc.start()
+    template = steps_event(0, 100).data
     began = time.process_time()
-    for first in range(0, 1_000_000, 50):
-        template["step"] = list(range(first, first + 50))
+    for first in range(0, 1_000_000, 100):
+        template["step"] = list(range(first, first + 100))
         state.fold(event("steps", mono=first * 1e-3, **template))
-        if first % 500 == 0:  # tiny epochs
-            state.fold(event("epoch", epoch=first // 500, step=first, stage=0, loss=1.0, duration_s=0.1))
-            state.fold(event("validation", epoch=first // 500, step=first, values={"val_loss": 1.0}))
-            state.fold(event("message", level="info", text=f"at {first}"))
-    spent_s = time.process_time() - began
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+        state.fold(event("epoch", epoch=first // 100, step=first, stage=0, loss=1.0, duration_s=0.1))
+        state.fold(event("validation", epoch=first // 100, step=first, values={"val_loss": 1.0}))
+        state.fold(event("message", level="info", text=f"at {first}"))
+    assert time.process_time() - began < 30  # 3 s on a quiet machine; a scan of all epochs at each validation would take minutes
     assert state.step == 999_999
-    assert peak < 5_000_000
+    assert len(pickle.dumps(state)) < 500_000
     assert len(state.epochs) == EPOCHS
     assert len(state.messages) == 50
-    assert spent_s < 60  # 4 s, and several times that under tracemalloc on a busy machine; a scan of all epochs would take hours

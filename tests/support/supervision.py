@@ -1,0 +1,48 @@
+"""What tests of the supervisor wait for and assert, in the process of the test."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from support import processes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbddp.launch.local import Supervised
+    from nbddp.process import ProcessId
+    from nbddp.rundir import RunDir
+
+LIMIT_S = 5.0
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """Poll until the condition is true, and return what it returned."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+    return value
+
+
+def stepping(run: RunDir, nproc: int = 2) -> list[ProcessId]:
+    """Wait for the first step of all ranks, and return their processes."""
+    until(lambda: len(run.processes()) == nproc and "first_step" in run.rank_events(0, 0).read_text())
+    return [process for _, process in run.processes()]
+
+
+def result_of(supervised: Supervised, within_s: float = LIMIT_S, since: float | None = None) -> dict[str, Any]:
+    """The result, once the supervisor has ended in time; nothing of the run may be left a second later."""
+    began = time.monotonic() if since is None else since
+    session = supervised.process.pid
+    supervised.wait(60)
+    assert time.monotonic() - began < within_s
+    result = supervised.settle()
+    assert result is not None
+    left = processes.gone(lambda: processes.of_session(session), 1.0)
+    assert not left, processes.describe(left)
+    assert not list(Path(tempfile.gettempdir()).glob(f"nbddp-{session}-*"))
+    return result
