@@ -9,15 +9,15 @@ import contextlib
 import os
 import pickle
 import secrets
+import shutil
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from nbddp.errors import CheckpointError, suggest
 
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 FORMAT = "nbddp.checkpoint"
 VERSION = 1
 LOAD_HINT = "the model is unchanged"
+_WRAPPERS = ("module.", "_orig_mod.")
 
 
-def plain(value: Any, where: str) -> Any:  # noqa: ANN401 - any value of a state dict
+_SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, type(None))
+
+
+def plain(value: Any, where: str) -> Any:
     """Copy a state to the CPU as tensors and plain types.
 
     Raises:
@@ -37,35 +41,62 @@ def plain(value: Any, where: str) -> Any:  # noqa: ANN401 - any value of a state
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(np.ascontiguousarray(value)).clone()
     if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.Size | torch.device):
+        return plain(value.item(), where)
+    if isinstance(value, _SCALARS):
         return value
     if isinstance(value, dict):
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, list | tuple):
+        copied = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return Counter(copied) if isinstance(value, Counter) else copied
+    if isinstance(value, list | tuple | deque):
         items = [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, set):
-        return set(value)
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, set | frozenset):
+        return {plain(item, f"an element of {where}") for item in value}
     message = f"{where} is a {type(value).__name__}: checkpoints hold tensors and plain types only"
     raise CheckpointError(message)
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict on the CPU, tied tensors as one."""
-    copies: dict[tuple[int, tuple[int, ...], tuple[int, ...], int, torch.dtype], torch.Tensor] = {}
-    state: dict[str, Any] = {}
-    for key, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
+def check_plain(value: Any, where: str) -> None:
+    """The check of `plain`, without a copy of the tensors.
+
+    Raises:
+        CheckpointError: names the entry that a checkpoint cannot hold.
+    """
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            plain(key, f"a key of {where}")
+            check_plain(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple | deque):
+        for index, item in enumerate(value):
+            check_plain(item, f"{where}[{index}]")
+    else:
+        plain(value, where)
+
+
+def model_state(model: nn.Module) -> OrderedDict[str, Any]:
+    """The model's state dict on the CPU, tied tensors as one; with the modules' versions, which torch keeps beside it.
+
+    Raises:
+        CheckpointError: names an extra state that a checkpoint cannot hold.
+    """
+    copies: dict[object, torch.Tensor] = {}
+    own = model.state_dict()
+    state: OrderedDict[str, Any] = OrderedDict()
+    for key, value in own.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             state[key] = plain(value, f"model[{key!r}]")
             continue
-        same = (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype)
-        if same not in copies or not value.numel():
+        same = (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value.dtype) if value.numel() else key
+        if same not in copies:
             copies[same] = value.detach().to("cpu", copy=True)
         state[key] = copies[same]
+    if (versions := getattr(own, "_metadata", None)) is not None:
+        state._metadata = plain(versions, "the model's metadata")  # type: ignore[attr-defined]  # where load_state_dict looks for it
     return state
 
 
@@ -78,29 +109,52 @@ def non_finite(state: Mapping[str, Any]) -> str | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> int:
-    """Write a checkpoint so that `path` always holds a complete one; return its size in bytes."""
+    """Write a checkpoint so that `path` always holds a complete one; return its size in bytes.
+
+    Raises:
+        CheckpointError: where it can't be written; says why, and what was there stays.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file:
             torch.save({"format": FORMAT, "version": VERSION, **content}, file)
             file.flush()
             os.fsync(file.fileno())
+        size = temporary.stat().st_size
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError | RuntimeError):  # torch's writer makes a RuntimeError of a full disk
+            message = f"the checkpoint {path} can't be written: {_why(error)}; what was written before stays"
+            raise CheckpointError(message) from error
         raise
-    return path.stat().st_size
+    return size
+
+
+def _why(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def link(source: Path, target: Path) -> None:
     """Let `target` be the same file as `source`, replacing what was there; copied where links are not to be had."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        os.link(source, temporary)
-    except OSError:
-        temporary.write_bytes(source.read_bytes())
-    temporary.replace(target)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            temporary.touch(0o600)
+            shutil.copyfile(source, temporary)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Delete what writers left behind that were killed while they wrote."""
+    for path in folder.glob(".*.pt.*"):
+        path.unlink(missing_ok=True)
 
 
 def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -121,7 +175,7 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         message = f"{path} can't be read: {reason}"
         raise CheckpointError(message) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        message = f"{path} is not a complete checkpoint ({str(error).splitlines()[0]})"
+        message = f"{path} is not a complete checkpoint ({_why(error)})"
         raise CheckpointError(message) from error
     if not isinstance(content, dict):
         message = f"{path} holds a {type(content).__name__}, not a checkpoint or a state dict"
@@ -139,18 +193,31 @@ def _is_zip(path: Path) -> bool:
 
 
 def state_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The model's state dict in a checkpoint of ours, or a bare state dict.
+    """The model's state dict in a checkpoint of ours, or a bare state dict; without the prefixes of DDP and torch.compile.
 
     Raises:
         CheckpointError: where there is none.
     """
-    state = content["model"] if content.get("format") == FORMAT else content
-    if isinstance(state, dict) and state and all(isinstance(key, str) for key in state) and any(isinstance(v, torch.Tensor) for v in state.values()):
-        return state
-    if content.get("format") == FORMAT and state == {}:
-        return state
+    ours = content.get("format") == FORMAT
+    state = content.get("model") if ours else content
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        if any(isinstance(value, torch.Tensor) for value in state.values()):
+            return _unwrapped(state)
+        if ours and not state:
+            return state
     message = f"{path} holds no state dict of a model: keys {', '.join(map(str, list(content)[:5]))}"
     raise CheckpointError(message)
+
+
+def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """Without `module.` and `_orig_mod.` in front, where every name has them."""
+    while (prefix := next((p for p in _WRAPPERS if all(key.startswith(p) for key in state)), None)) is not None:
+        versions = getattr(state, "_metadata", None)
+        state = OrderedDict((key.removeprefix(prefix), value) for key, value in state.items())
+        if versions is not None:
+            inner = {key.removeprefix(prefix): value for key, value in versions.items() if key.startswith(prefix)}
+            state._metadata = {**inner, "": versions.get(prefix[:-1], {})}  # type: ignore[attr-defined]  # where load_state_dict looks for it
+    return state
 
 
 def misfits(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -178,11 +245,10 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool, what
         shown = "\n  ".join(hard[:12] + ([f"and {len(hard) - 12} more"] if len(hard) > 12 else []))
         message = f"{what} does not fit {type(model).__name__}; {LOAD_HINT}:\n  {shown}"
         raise CheckpointError(message)
-    result = model.load_state_dict(OrderedDict(state), strict=False)
-    assert isinstance(result, _IncompatibleKeys)
+    model.load_state_dict(state, strict=False)
 
 
-def load_checkpoint(path_or_run: object, model: nn.Module | None = None, strict: bool = True, weights_only: bool = True) -> Any:  # noqa: ANN401 - see below
+def load_checkpoint(path_or_run: object, model: nn.Module | None = None, strict: bool = True, weights_only: bool = True) -> Any:
     """Load a checkpoint file into a model of this process, in place.
 
     Args:

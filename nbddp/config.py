@@ -206,9 +206,8 @@ class TrainConfig(BaseModel):
     tensorboard: str | None = _option(None, "folder for TensorBoard", "trackers")
 
     def __init__(self, **values: Any) -> None:
-        values = {_known(name): value for name, value in values.items()}
         try:
-            super().__init__(**values)
+            super().__init__(**_by_field(values))
         except ValidationError as error:
             raise ConfigError(_message(error)) from None
 
@@ -285,6 +284,22 @@ def _known(name: str) -> str:
     return field
 
 
+def _by_field(values: Mapping[str, object]) -> dict[str, object]:
+    """Values by the fields' own names.
+
+    Raises:
+        ConfigError: for an unknown name, and for two names of one field.
+    """
+    fields: dict[str, str] = {}
+    for name in values:
+        field = _known(name)
+        if field in fields:
+            message = f"{fields[field]} and {name} are the same option: give one of the two"
+            raise ConfigError(message)
+        fields[field] = name
+    return {field: values[name] for field, name in fields.items()}
+
+
 def read_settings(values: Mapping[str, object]) -> TrainConfig:
     """Make a TrainConfig of a settings file's keys (fields, or their synonyms).
 
@@ -352,6 +367,12 @@ def _momentum_exists(config: TrainConfig) -> str | None:
     return None
 
 
+def _one_way_of_unused(config: TrainConfig) -> str | None:
+    if config.static_graph and config.find_unused_parameters:
+        return "static_graph says that every step uses the same parameters, find_unused_parameters searches them in each: give one of the two"
+    return None
+
+
 def _known_norm(config: TrainConfig) -> str | None:
     for value in [config.norm] if isinstance(config.norm, str) else config.norm.values():
         if value not in NORMS:
@@ -366,7 +387,7 @@ def _available(config: TrainConfig) -> str | None:
     return None
 
 
-_RULES = (_one_batch_size, _fused_exists, _momentum_exists, _known_norm, _available)
+_RULES = (_one_batch_size, _fused_exists, _momentum_exists, _one_way_of_unused, _known_norm, _available)
 
 
 def _message(error: ValidationError) -> str:

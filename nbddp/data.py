@@ -5,20 +5,24 @@ The order depends on (seed, stage, epoch) alone, never on the number of ranks: s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from nbddp.deathguard import die_with_parent
 
-Fetch = Callable[[list[int]], Any]
+Fetch = Callable[[torch.Tensor], Any]
+"""Makes a batch of the samples at these indices: int64 of shape (n,)."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -35,6 +39,23 @@ def epoch_order(n: int, *, seed: int, stage: int, epoch: int, shuffle: bool) -> 
     return torch.randperm(n, generator=generator)
 
 
+class Part(Dataset[Any]):
+    """The samples of a dataset at some indices: a `Subset` that keeps them as one tensor."""
+
+    def __init__(self, dataset: Any, indices: torch.Tensor) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[int(self.indices[index])]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """Several samples at once, by the dataset's own method where it has one."""
+        return _samples(self.dataset, self.indices[torch.as_tensor(indices)].tolist())
+
+
 def split_indices(n: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Training and validation indices, both ascending, of a seeded split."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("split", seed)))
@@ -47,15 +68,15 @@ def split_size(n: int, share: float) -> int:
     return min(max(1, round(n * share)), n - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Micro:
     """One rank's share of one micro-batch.
 
-    `weight` is the number of samples that count: 0 where the rank has none left and repeats one to keep step with the others.
-    `n_global` is the number of samples of the whole step over all ranks, `seed` what loader workers are seeded with.
+    `indices` is int64 of shape (n,). `weight` is the number of samples that count: 0 where the rank has none left and repeats one to keep step with the
+    others. `n_global` is the number of samples of the whole step over all ranks, `seed` what loader workers are seeded with.
     """
 
-    indices: list[int]
+    indices: torch.Tensor
     weight: int
     n_global: int
     seed: int
@@ -85,11 +106,9 @@ class Shares:
         for step in range(start_step, self.steps):
             whole = order[step * self.batch_size : (step + 1) * self.batch_size]
             mine = whole[self.rank :: self.world_size]
-            spare = whole[:1].tolist()
-            for number, part in enumerate(torch.tensor_split(mine, self.accumulate)):
-                indices = part.tolist()
+            for number, part in enumerate(mine.tensor_split(self.accumulate) if self.accumulate > 1 else (mine,)):
                 seed = derive_seed("batch", self.seed, self.stage, epoch, step, number, self.rank)
-                yield Micro(indices or spare, len(indices), len(whole), seed)
+                yield Micro(part if len(part) else whole[:1], len(part), len(whole), seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,47 +129,76 @@ class ValShares:
         """One (possibly empty) share per global batch."""
         for step in range(start_step, self.steps):
             stop = min(self.n, (step + 1) * self.batch_size)
-            indices = list(range(step * self.batch_size + self.rank, stop, self.world_size))
+            first = min(stop, step * self.batch_size + self.rank)
+            indices = torch.arange(first, stop, self.world_size)
             yield Micro(indices, len(indices), stop - step * self.batch_size, derive_seed("val", self.seed, epoch, step, self.rank))
 
 
-def make_fetch(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Fetch:  # noqa: ANN401 - any map-style dataset
-    """How a list of indices becomes a batch: by whole tensors, by `__getitems__`, or sample by sample."""
-    if collate is None and (tensors := _tensors(dataset)) is not None:
+def make_fetch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Fetch:
+    """How indices become a batch: by whole tensors, by `__getitems__`, or sample by sample."""
+    if collate_fn is None and (tensors := _tensors(dataset)) is not None:
         parts, through = tensors
 
-        def by_tensor(indices: list[int]) -> list[torch.Tensor]:
-            index = torch.tensor(indices)
+        def by_tensor(indices: torch.Tensor) -> list[torch.Tensor]:
             if through is not None:
-                index = through[index]
-            return [part.index_select(0, index) for part in parts]
+                indices = through[indices]
+            return [part.index_select(0, indices) for part in parts]
 
         return by_tensor
-    join = _collate if collate is None else collate
+    join = default_collate_with_dataclasses if collate_fn is None else collate_fn
+    return lambda indices: join(_samples(dataset, indices.tolist()))
+
+
+def _samples(dataset: Any, indices: list[int]) -> Any:
     if callable(getattr(dataset, "__getitems__", None)):
-        return lambda indices: join(dataset.__getitems__(indices))
-    return lambda indices: join([dataset[index] for index in indices])
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
 
 
-def _collate(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
-    """torch's default_collate, which knows no dataclasses, and dataclasses field by field."""
-    first = samples[0]
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        return type(first)(**{field.name: _collate([getattr(sample, field.name) for sample in samples]) for field in dataclasses.fields(first)})
-    return default_collate(samples)
+class _IsDataclass(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return dataclasses.is_dataclass(instance) and not isinstance(instance, type)
+
+
+class _Dataclass(metaclass=_IsDataclass):
+    """Instances of all dataclasses are instances of it: torch's collate picks its functions by type."""
+
+
+def _collate_dataclass(samples: list[Any], *, collate_fn_map: Any) -> Any:
+    def column(name: str) -> Any:
+        return collate([getattr(sample, name) for sample in samples], collate_fn_map=collate_fn_map)
+
+    return _with_fields(samples[0], {field.name: column(field.name) for field in dataclasses.fields(samples[0])})
+
+
+_COLLATE_FN_MAP: dict[Any, Callable[..., Any]] = {**default_collate_fn_map, _Dataclass: _collate_dataclass}
+
+
+def default_collate_with_dataclasses(samples: list[Any]) -> Any:
+    """Torch's `default_collate`, which knows no dataclasses, and those field by field."""
+    return collate(samples, collate_fn_map=_COLLATE_FN_MAP)
+
+
+def _with_fields(instance: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with other values in its fields; frozen ones and those without an `__init__` argument included."""
+    other = copy.copy(instance)
+    for name, value in values.items():
+        object.__setattr__(other, name, value)
+    return other
 
 
 def _tensors(dataset: object) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:
-    """The tensors of a TensorDataset (through Subsets, with their indices); None for a dataset that has its own `__getitem__`."""
+    """The tensors of a TensorDataset (through Subsets, with their indices); None for a dataset that has its own way to a sample."""
     through: torch.Tensor | None = None
-    while type(dataset) is Subset:
-        indices = torch.as_tensor(np.asarray(dataset.indices), dtype=torch.int64)
+    while type(dataset) in (Subset, Part):
+        indices = torch.as_tensor(np.asarray(dataset.indices), dtype=torch.int64)  # type: ignore[attr-defined]  # both have them
         through = indices if through is None else indices[through]
-        dataset = dataset.dataset
-    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-        plain = all(part.layout is torch.strided and not part.is_quantized for part in dataset.tensors)
-        return (dataset.tensors, through) if plain else None
-    return None
+        dataset = dataset.dataset  # type: ignore[attr-defined]  # both have one
+    if not isinstance(dataset, TensorDataset):
+        return None
+    own = any(getattr(type(dataset), name, None) is not getattr(TensorDataset, name, None) for name in ("__getitem__", "__getitems__"))
+    plain = all(part.layout is torch.strided and not part.is_quantized for part in dataset.tensors)
+    return (dataset.tensors, through) if plain and not own else None
 
 
 class _SeededFetch(Dataset[Any]):
@@ -159,29 +207,36 @@ class _SeededFetch(Dataset[Any]):
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, key: tuple[int, list[int]]) -> Any:  # noqa: ANN401 - a batch
+    def __getitem__(self, key: tuple[int, np.ndarray]) -> Any:
         seed, indices = key
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from numpy's global stream
-        return self._fetch(indices) if indices else None
+        np.random.seed(seed % 2**32)  # numpy's global stream: user code draws from it
+        return self._fetch(torch.from_numpy(indices)) if len(indices) else None
 
 
-class _Keys(Sequence[tuple[int, list[int]]]):
-    """The sampler of the loader: what the coming epoch fetches, in order."""
+class _Ahead(Sampler[Any]):
+    """The loader's sampler: what it draws ahead of the batches is remembered until the batch arrives."""
 
     def __init__(self) -> None:
-        self.micros: list[Micro] = []
+        self._micros: Iterator[Micro] = iter(())
+        self._drawn: deque[Micro] = deque()
 
-    def __len__(self) -> int:
-        return len(self.micros)
+    def begin(self, micros: Iterator[Micro]) -> None:
+        self._micros = micros
+        self._drawn.clear()
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - int or slice
-        micro = self.micros[index]
-        return micro.seed, micro.indices
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+        for micro in self._micros:
+            self._drawn.append(micro)
+            yield micro.seed, micro.indices.numpy()  # a tensor would travel by shared memory, which costs more than its few bytes
+
+    def arrived(self) -> Micro:
+        """The share of the batch that the loader hands out now: batches come in the order in which they were drawn."""
+        return self._drawn.popleft()
 
 
-def _as_it_is(batch: Any) -> Any:  # noqa: ANN401 - a batch
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
@@ -213,13 +268,13 @@ class Batches:
 
     def __init__(self, fetch: Fetch, options: LoaderOptions, device: torch.device) -> None:
         self._fetch, self._device = fetch, device
-        self._keys = _Keys()
+        self._ahead = _Ahead()
         self._loader: DataLoader[Any] | None = None
         if options.num_workers:
             self._loader = DataLoader(
                 _SeededFetch(fetch),
                 batch_size=None,
-                sampler=self._keys,  # type: ignore[arg-type]
+                sampler=self._ahead,
                 num_workers=options.num_workers,
                 prefetch_factor=options.prefetch_factor,
                 persistent_workers=options.persistent,
@@ -230,38 +285,47 @@ class Batches:
             )
         self._pin = options.pin_memory and self._loader is None
 
-    def epoch(self, micros: Iterator[Micro]) -> Iterator[tuple[Any, Micro]]:
+    def epoch(self, micros: Iterator[Micro]) -> Generator[tuple[Any, Micro]]:
         """Yield (batch, share); an empty share has no batch (None)."""
         if self._loader is None:
             for micro in micros:
-                yield (self._to_device(self._fetch(micro.indices)) if micro.indices else None), micro
+                yield (self._to_device(self._fetch(micro.indices)) if len(micro.indices) else None), micro
             return
-        self._keys.micros = list(micros)
-        for batch, micro in zip(self._loader, self._keys.micros, strict=True):
-            yield self._to_device(batch), micro
+        self._ahead.begin(micros)
+        for batch in self._loader:
+            yield self._to_device(batch), self._ahead.arrived()
 
-    def _to_device(self, batch: Any) -> Any:  # noqa: ANN401 - a batch
-        if self._device.type == "cpu":
-            return batch
-        return to_device(batch, self._device, pin=self._pin)
+    def close(self) -> None:
+        """End the loader workers."""
+        self._loader = None
+
+    def _to_device(self, batch: Any) -> Any:
+        return batch if self._device.type == "cpu" else to_device(batch, self._device, pin=self._pin)
 
 
-def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:  # noqa: ANN401 - a batch
-    """Move the tensors of a batch, through dicts, sequences, namedtuples, dataclasses and objects with a `to`; the rest stays as it is."""
+def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
+    """Move the tensors of a batch, through dicts, sequences, namedtuples, dataclasses and objects with a `to` of their own; the rest stays as it is."""
     if isinstance(batch, torch.Tensor):
         return (batch.pin_memory() if pin and batch.device.type == "cpu" else batch).to(device, non_blocking=True)
-    if isinstance(batch, str | bytes) or batch is None:
-        return batch
+    if callable(getattr(batch, "to", None)):  # before the containers: a PackedSequence is a namedtuple, of which a part stays on the CPU
+        return batch.to(device)
     if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device, pin=pin) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+        return _like(batch, {key: to_device(value, device, pin=pin) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device, pin=pin) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device, pin=pin) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {field.name: to_device(getattr(batch, field.name), device, pin=pin) for field in dataclasses.fields(batch) if field.init}
-        return dataclasses.replace(batch, **fields)
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
+        return _with_fields(batch, {field.name: to_device(getattr(batch, field.name), device, pin=pin) for field in dataclasses.fields(batch)})
     return batch
+
+
+def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """The moved values in a mapping of the batch's own type."""
+    if type(batch) is dict:
+        return moved
+    if isinstance(batch, MutableMapping):  # by copying, since constructors differ: that of a defaultdict takes a factory first
+        other = copy.copy(batch)
+        other.update(moved)
+        return other
+    return type(batch)(moved)  # type: ignore[call-arg]  # as every immutable mapping can be made

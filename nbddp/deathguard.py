@@ -24,7 +24,7 @@ def die_with_parent(parent: int | None = None) -> None:
     Raises:
         OSError: where prctl(2) refuses.
     """
-    global _guarded  # noqa: PLW0603 - inherited over fork, which is how a child knows its parent
+    global _guarded  # inherited over fork, which is how a child knows its parent
     parent = _guarded if parent is None else parent
     if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
         number = ctypes.get_errno()

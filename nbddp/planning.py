@@ -21,10 +21,11 @@ DEFAULT_LR = {"adam": 1e-3, "adamw": 1e-3, "sgd": 1e-3, "adagrad": 1e-2, "rmspro
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this host offers: visible GPUs, and the cores that this process may use."""
+    """What this host offers: visible GPUs, the cores that this process may use, and the threads per process that OMP_NUM_THREADS asks for."""
 
     gpus: tuple[str, ...]
     cores: int
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,32 @@ def _advice(config: TrainConfig, nproc: int, device: str, batch: int, machine: M
     return warnings
 
 
+def _without_effect(config: TrainConfig, n_val: int, device: str) -> list[str]:
+    """Options that were given and that nothing will come of."""
+    idle = [(name, "without loader workers: --num-workers") for name in ("prefetch_factor", "persistent_workers") if config.num_workers == 0]
+    idle += [(name, "without validation data: --val or --val-split") for name in ("val_every", "val_batch_size") if n_val == 0]
+    if device == "cpu" and config.pin_memory:
+        idle.append(("pin_memory", "for ranks on the CPU"))
+    return [f"{name} has no effect {why}" for name, why in idle if name in config.given]
+
+
+def _monitor(config: TrainConfig, n_val: int) -> str:
+    """The value that decides which checkpoint is best; names that only a validation can know are checked by the first one.
+
+    Raises:
+        ConfigError: for a value that nothing records.
+    """
+    if n_val == 0 and "monitor" not in config.given:
+        return "loss"
+    if n_val == 0 and config.monitor != "loss":
+        message = f"monitor={config.monitor} needs validation data: give --val or --val-split, or --monitor loss"
+        raise ConfigError(message)
+    if config.monitor != "loss" and not config.monitor.startswith("val_"):
+        message = f"monitor={config.monitor} is not recorded: loss (of the training), val_loss, or val_ and the name of a scalar that the validation returns"
+        raise ConfigError(message)
+    return config.monitor
+
+
 def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine, has_optimizer: bool = False) -> Plan:
     """Derive the plan of a run; `has_optimizer` says that a hook makes the optimizer.
 
@@ -193,13 +220,8 @@ def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine
         near = nearest_multiples(config.num_workers, nproc)
         message = f"num_workers={config.num_workers} is the total over the ranks and must divide by {nproc} ranks: use {near}"
         raise ConfigError(message)
-    warnings = _advice(config, nproc, device, batch, machine)
-    monitor = config.monitor
-    if n_val == 0 and monitor == "val_loss":
-        monitor = "loss"
-        if "monitor" in config.given:
-            message = "monitor=val_loss needs validation data: give --val or --val-split, or --monitor loss"
-            raise ConfigError(message)
+    warnings = _advice(config, nproc, device, batch, machine) + _without_effect(config, n_val, device)
+    monitor = _monitor(config, n_val)
     if n_val == 0 and config.load == "best" and "monitor" not in config.given:
         warnings.append("load=best without validation data: best is by the training loss")
     limited = config.max_steps is not None or config.max_time is not None
@@ -209,7 +231,7 @@ def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine
         device_indices=indices,
         device_name=name,
         backend=config.backend if config.backend != "auto" else "nccl" if device == "cuda" else "gloo",
-        threads=max(1, machine.cores // nproc),
+        threads=machine.threads or max(1, machine.cores // nproc),
         n_train=n_train,
         n_val=n_val,
         batch_size=batch,
@@ -227,5 +249,5 @@ def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine
         default_precision=config.precision == "auto",
         workers_per_rank=config.num_workers // nproc,
         monitor=monitor,
-        warnings=tuple([*warnings, *([rounded] if rounded else [])]),
+        warnings=(*warnings, *([rounded] if rounded else [])),
     )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT_NAME = "nbddp_runs"
+_ABANDONED_S = 3600.0
+_DIGEST = re.compile(r"^[0-9a-f]{40}$")
 _ID = re.compile(r"^\d{8}-\d{6}-[a-z0-9_]+(?:-[a-z0-9_]+)*-[a-z0-9]{4}$")
 
 
@@ -53,9 +55,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only its owner can open, whatever the umask."""
-    path.mkdir(parents=True, exist_ok=True)
-    path.chmod(0o700)
+    """Make a folder that only its owner can open, whatever the umask; one that is there already is left as it is."""
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        return path
+    path.chmod(0o700)  # the umask may have taken more
     return path
 
 
@@ -116,11 +121,10 @@ class RunDir:
     def create(cls, root: Path, name: str) -> RunDir:
         """Make the folder of a new run, readable by its owner only."""
         try:
-            if not root.exists():
-                private_folder(root)
-            ignore = root / ".gitignore"
-            if not ignore.exists():
-                ignore.write_text("*\n", encoding="utf-8")
+            ours = not root.exists() or root.name == ROOT_NAME  # in a folder of the user's it would hide files that are not ours
+            private_folder(root)
+            if ours and not (root / ".gitignore").exists():
+                write_atomically(root / ".gitignore", b"*\n")
             slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:32] or "run"
             alphabet = "abcdefghijkmnpqrstuvwxyz23456789"
             while True:
@@ -129,13 +133,17 @@ class RunDir:
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(mode=0o700)
                     break
+            run = cls(path)
+            try:
+                path.chmod(0o700)  # the umask may have taken more
+                for folder in (run.events, run.logs, run.checkpoints):
+                    private_folder(folder)
+            except BaseException:  # an interrupt included
+                shutil.rmtree(path, ignore_errors=True)
+                raise
         except OSError as error:
             message = f"run directories can't be written to {root}: {error.strerror}; choose another folder with --run-root"
             raise ConfigError(message) from error
-        path.chmod(0o700)
-        run = cls(path)
-        for folder in (run.events, run.logs, run.checkpoints):
-            private_folder(folder)
         return run
 
     def write_spec(self, spec: dict[str, Any]) -> None:
@@ -244,7 +252,7 @@ def find_run(name: str | Path, root: Path) -> RunDir:
 def data_lock(data: Path) -> Iterator[None]:
     """Hold the lock under which staged data is referred to and released."""
     private_folder(data)
-    with (data / ".lock").open("w") as file:
+    with os.fdopen(os.open(data / ".lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -271,9 +279,13 @@ def release_data(root: Path) -> list[Path]:
                 latest[kernel] = hashes
         needed.update(*latest.values())
         for path in data.glob("*.pt"):
-            if path.stem not in needed:
+            if _DIGEST.match(path.stem) and path.stem not in needed:  # the folder may be one of the user's, with files of theirs
                 path.unlink(missing_ok=True)
                 released.append(path)
+        for path in data.glob(".*.tmp"):  # of a kernel that was killed in the middle
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
     return released
 
 

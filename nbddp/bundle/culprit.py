@@ -25,8 +25,12 @@ LONGEST = 120
 
 
 def find_path(names: Mapping[str, object], wanted: Sequence[object]) -> str:
-    """Return the shortest path to the last object of ``wanted`` that can be reached; the first name if none can."""
-    rank = {id(obj): position for position, obj in enumerate(wanted)}
+    """Return the shortest path to the last object of ``wanted``; if that was made on the fly, to the latest before it that can be reached, or the first name.
+
+    ``wanted`` is in the order of pickling, in which a class and its methods come between an object and its parts: they stand in for nothing.
+    """
+    last = len(wanted) - 1
+    rank = {id(obj): position for position, obj in enumerate(wanted) if position == last or not isinstance(obj, (type, FunctionType))}
     best, path = -1, next(iter(names), "bundle")
     seen: dict[int, object] = {}
     queue: deque[tuple[str, object]] = deque(names.items())
@@ -38,14 +42,14 @@ def find_path(names: Mapping[str, object], wanted: Sequence[object]) -> str:
         position = rank.get(id(obj), -1)
         if position > best:
             best, path = position, where
-            if position == len(wanted) - 1:
+            if position == last:
                 break
         queue.extend((_join(where, step), child) for step, child in _children(obj) if not isinstance(child, ATOMS))
     return path if len(path) <= LONGEST else f"{path[: LONGEST - 30]}...{path[-30:]}"
 
 
 def _join(where: str, step: str) -> str:
-    return where + step if step.startswith((".", "[", " ")) or not step else f"{where}.{step}"
+    return where + step if step.startswith((".", "[", " ", "(")) or not step else f"{where}.{step}"
 
 
 def _children(obj: object) -> Iterator[tuple[str, object]]:

@@ -43,9 +43,10 @@ class Loaded:
     cells: dict[str, CellSource]
 
 
-def load(path: Path, data_dir: Path, refs: Sequence[DataRef]) -> Loaded:
+def load(path: Path, data_dir: Path, refs: Sequence[DataRef], cells: dict[str, CellSource] | None = None) -> Loaded:
     """Open the bundle at ``path`` and the datasets ``refs`` in a rank, whose ``__main__`` becomes the notebook's.
 
+    ``cells`` is given the sources of the cells before any of their code runs, so that what goes wrong in it can be placed.
     Memory is mapped copy-on-write: ranks and their loader workers share it until they write to it. Raises BundleError if a file is gone or foreign;
     what goes wrong in the user's own code (a missing module, a ``__setstate__``) is raised as it is, with a note that says in what.
     """
@@ -53,6 +54,8 @@ def load(path: Path, data_dir: Path, refs: Sequence[DataRef]) -> Loaded:
     install_forking_reducer()
     bundle = _Open(Archive.read(path), data_dir, {})
     install_sources(bundle.archive.cells)
+    if cells is not None:
+        cells.update(bundle.archive.cells)
     datasets = {}
     for ref in refs:
         with _Noting(ref.name):

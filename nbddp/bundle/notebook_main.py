@@ -50,16 +50,19 @@ def main_module() -> ModuleType:
     return _target or sys.modules["__main__"]
 
 
-def define(obj: Any, state: tuple[str | None, object, Callable[[Any, Any], object], Any]) -> None:
+def define(obj: Any, state: tuple[str | None, str, object, Callable[[Any, Any], object], Any]) -> None:
     """Complete a class or function rebuilt by value, and bind it to its name.
 
-    ``state`` is (name in ``__main__`` or None, the top-level class that a nested one belongs to, the setter, its argument).
+    ``state`` is (name in ``__main__`` or None, qualified name, the top-level class that a nested one belongs to, the setter, its argument).
     """
-    name, _owner, setter, inner = state
+    name, qualified, _owner, setter, inner = state
     if name is not None:
         main_globals()[name] = obj
-    if not (isinstance(obj, type) and _is_complete(obj, inner[0])):
-        setter(obj, inner)
+    if isinstance(obj, type):
+        if _is_complete(obj, inner[0]):
+            return
+        obj.__qualname__ = qualified  # cloudpickle makes classes by their short name
+    setter(obj, inner)
 
 
 def cached_function(function: Callable[..., Any], parameters: dict[str, Any], name: str | None) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ their results only: `Pickler.dispatch_table`, `Pickler.globals_ref`, and the six
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import io
 import os
 import sys
@@ -51,10 +53,11 @@ class NotebookPickler(cloudpickle.Pickler):
             self.filenames.add(obj.co_filename)
             return code_named, (obj.co_filename, *_reduce_code(obj))
         if isinstance(obj, (type, FunctionType)):
+            _import_home(obj)
             reduced = super().reducer_override(obj)
             if isinstance(reduced, tuple) and len(reduced) == 6:
                 make, args, state, _, _, setter = reduced
-                return make, args, (self.name_in_main(obj), self._owner(obj), setter, state), None, None, notebook_main.define
+                return make, args, (self.name_in_main(obj), obj.__qualname__, self._owner(obj), setter, state), None, None, notebook_main.define
             return reduced
         if isinstance(obj, CACHED) and obj.__module__ == "__main__":
             return notebook_main.cached_function, (obj.__wrapped__, obj.cache_parameters(), self.name_in_main(obj))
@@ -76,6 +79,14 @@ class NotebookPickler(cloudpickle.Pickler):
         for part in rest:
             found = getattr(found, part, None)
         return owner if rest and found is obj else None
+
+
+def _import_home(obj: type | FunctionType) -> None:
+    """Import the module that ``obj`` says it is from, as `pickle` does; cloudpickle takes what is not imported yet (numpy.rec, say) for made at run time."""
+    home: object = getattr(obj, "__module__", None)  # anything that its author liked
+    if isinstance(home, str) and home not in sys.modules:
+        with contextlib.suppress(ImportError, ValueError):
+            importlib.import_module(home)
 
 
 def code_named(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import socket
+import sys
 import threading
 import types
 import weakref
@@ -38,10 +39,16 @@ class Refused(Exception):
 
 
 def type_name(obj: object) -> str:
-    """Name the type as users know it: ``h5py.File``, not ``h5py._hl.files.File``."""
+    """Name the type as users know it, by the shortest module that has it: ``h5py.File``, not ``h5py._hl.files.File``."""
     cls = type(obj)
-    package = cls.__module__.partition(".")[0]
-    return cls.__qualname__ if package in ("builtins", "__main__") else f"{package.removeprefix('_')}.{cls.__qualname__}"
+    if cls in _LOCKS[:2]:
+        return f"threading.{'Lock' if cls is _LOCKS[0] else 'RLock'}"
+    if cls.__module__ in ("builtins", "__main__"):
+        return cls.__qualname__
+    parts = cls.__module__.split(".")
+    modules = (".".join(parts[:count]) for count in range(1, len(parts)))
+    home = next((module for module in modules if getattr(sys.modules.get(module), cls.__name__, None) is cls), cls.__module__)
+    return f"{home}.{cls.__name__}"
 
 
 def refusal_for(cls: type) -> Callable[[Any], str | None] | None:

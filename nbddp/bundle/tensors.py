@@ -67,7 +67,7 @@ def set_attributes(obj: Any, attributes: Mapping[str, object]) -> None:
 
 def recomputed_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors with an autograd history that ``module`` makes anew at each forward: weights under weight_norm, spectral_norm or pruning, and an RNN's list."""
-    names = {getattr(hook, name, None) for hook in module._forward_pre_hooks.values() for name in ("name", "_tensor_name")}
+    names = {getattr(hook, name, None) for hook in vars(module).get("_forward_pre_hooks", {}).values() for name in ("name", "_tensor_name")}
     found = [value for name, value in vars(module).items() if name in names]
     if isinstance(module, torch.nn.RNNBase):
         if not parametrize.is_parametrized(module):

@@ -63,23 +63,27 @@ class Follower(threading.Thread):
     Args:
         run_dir: the run.
         settle: called once when nothing works on the run any more and nobody wrote a result; writes it.
+        live: whether something works on the run; default: what the run directory says, which knows a supervisor only once that has taken the run over.
 
     Attributes:
         done: set at the end; `state` then contains every event that is in the files.
         view_error: the first exception of a listener. A view that breaks does not end the run.
     """
 
-    def __init__(self, run_dir: RunDir, settle: Callable[[], None]) -> None:
+    def __init__(self, run_dir: RunDir, settle: Callable[[], None], live: Callable[[], bool] | None = None) -> None:
         super().__init__(name=f"nbddp-follow-{run_dir.id}", daemon=True)
         self.run_dir = run_dir
         self.done = threading.Event()
         self.view_error: Exception | None = None
         self._settle = settle
+        self._live = live or run_dir.live
         self._reader = EventReader(run_dir.events)
         self._fold_lock = threading.Lock()
         self._state = RunState()
         self._snapshot: RunState | None = None
         self._listeners: list[Listener] = []
+        self._listening = threading.Lock()
+        self._told_end = False
         self._stop_asked = threading.Event()
         self._result_seen: float | None = None
 
@@ -94,9 +98,13 @@ class Follower(threading.Thread):
     def add_listener(self, listener: Listener) -> None:
         """Call `listener(state)` from the follower's thread: at most 4 times a second, once a second where nothing changed, and at the end.
 
-        Only in the last call is `state.done` true, and that state is complete.
+        Only in the last call is `state.done` true, and that state is complete. Where it has been made already, `listener` is called from this thread.
         """
-        self._listeners.append(listener)
+        with self._listening:
+            late = self._told_end
+            self._listeners.append(listener)
+        if late:
+            self._tell(listener, self.state)
 
     def stop(self) -> None:
         """Stop following, whatever the run does; `join` waits for the thread."""
@@ -107,7 +115,7 @@ class Follower(threading.Thread):
         try:
             self._follow()
         finally:
-            self._notify()
+            self._notify(last=True)
             self.done.set()
 
     def _follow(self) -> None:
@@ -120,7 +128,7 @@ class Follower(threading.Thread):
                 self._drain()
                 return
             now = time.monotonic()
-            idle_since = None if self._has_result() or self.run_dir.live() else idle_since or now
+            idle_since = None if self._has_result() or self._live() else idle_since or now
             if idle_since is not None and now - idle_since >= SETTLE_S:
                 self._settle_once()
                 return
@@ -180,11 +188,17 @@ class Follower(threading.Thread):
             _conclude(self._state, self.run_dir)
             self._snapshot = None
 
-    def _notify(self) -> None:
+    def _notify(self, *, last: bool = False) -> None:
         state = self.state
-        for listener in list(self._listeners):
-            try:
-                listener(state)
-            except Exception as error:  # noqa: BLE001 - a view that breaks must not end the run that it shows
-                self.view_error = self.view_error or error
-                self._listeners.remove(listener)
+        with self._listening:
+            self._told_end = last
+            listeners = list(self._listeners)
+        for listener in listeners:
+            self._tell(listener, state)
+
+    def _tell(self, listener: Listener, state: RunState) -> None:
+        try:
+            listener(state)
+        except Exception as error:  # noqa: BLE001 - a view that breaks must not end the run that it shows
+            self.view_error = self.view_error or error
+            self._listeners.remove(listener)

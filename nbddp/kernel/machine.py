@@ -21,12 +21,13 @@ _FOREIGN_MIB = 1024
 
 
 def this_machine() -> Machine:
-    """Visible GPUs by name, and the cores that this process may use."""
+    """Visible GPUs by name, the cores that this process may use, and the threads that OMP_NUM_THREADS asks for."""
     count = torch.cuda.device_count()
     names = [name for name, _ in _query()] if count else []
     if len(names) != count:
         names = [names[0] if len(set(names)) == 1 else "GPU"] * count
-    return Machine(tuple(names), len(os.sched_getaffinity(0)))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is OpenMP's own way to write nested levels
+    return Machine(tuple(names), len(os.sched_getaffinity(0)), int(asked) if asked.isdigit() and int(asked) else None)
 
 
 def _query() -> list[tuple[str, int]]:

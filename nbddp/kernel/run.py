@@ -5,6 +5,7 @@ Runs in the kernel. Everything is read from the run directory, so a run of anoth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -54,7 +55,7 @@ class Run:
         self.config = TrainConfig(**spec["config"])
         self._history = History(run_dir.events)
         self._holds: str | None = None
-        self._follower = Follower(run_dir, self._settle)
+        self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive)
         self._follower.start()
 
     def __repr__(self) -> str:
@@ -151,7 +152,8 @@ class Run:
     def stop(self) -> None:
         """Ask all ranks to stop at the same step, with a checkpoint. Returns at once; `wait` waits."""
         if self._files.read_result() is None:
-            self._files.ask("stop")
+            with contextlib.suppress(FileNotFoundError):  # the directory was deleted, upon which the supervisor ends the run
+                self._files.ask("stop")
 
     def terminate(self) -> None:
         """End the ranks without waiting for a common step; the last checkpoint stays."""
@@ -169,27 +171,36 @@ class Run:
         else:
             local.kill_run(self._files)
 
-    def load(self, model: nn.Module | None = None, which: str | int = "last") -> nn.Module:
+    def load(self, model: nn.Module | str | int | None = None, which: str | int = "last") -> nn.Module:
         """Write the weights of a checkpoint into a model in place: `last`, `best`, `initial` or the number of an epoch.
 
         Args:
             model: default: the object that was bundled, whatever its name is bound to by now.
-            which: the checkpoint.
+            which: the checkpoint; alone it may stand first: ``run.load("best")``.
 
         Returns:
             the model; its mode, device and tied weights stay.
 
         Raises:
+            ConfigError: where there is no model to write to.
             CheckpointError: for a checkpoint that is missing, not finite, or does not fit; the model is unchanged then.
         """
+        from torch import nn
+
         from nbddp.kernel import weights
 
-        target = model if model is not None else self._model
+        target: object = self._model if model is None or isinstance(model, str | int) else model
+        if isinstance(model, str | int):
+            which = model
         if target is None:
             message = f"run {self.id} was started by another kernel: name the model, run.load(net), or rebuild it with run.model()"
             raise ConfigError(message)
+        if not isinstance(target, nn.Module):
+            message = f"run.load takes a torch.nn.Module, not a {type(target).__name__}"
+            raise ConfigError(message)
+        ended = self._files.read_result() is not None
         at = weights.load_into(target, self._files, which)
-        if target is self._model:
+        if target is self._model and ended:  # a look at weights in the making does not replace those of the end
             self._load_pending = False
         name = self._spec["model_name"] if target is self._model else type(target).__name__
         print(f"{name}: {at} of run {self.id}")  # noqa: T201 - says what was written into the user's model
@@ -201,7 +212,7 @@ class Run:
         Raises:
             CheckpointError: where the bundle or the checkpoint is gone.
         """
-        from nbddp.bundle import load_model
+        from nbddp.bundle.loader import load_model
         from nbddp.kernel import weights
 
         if not self._files.bundle.is_file():

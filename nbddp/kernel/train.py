@@ -5,6 +5,7 @@ Runs in the kernel's main thread. Nothing is started, and nothing is left on dis
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -316,7 +317,8 @@ class _Watch:
         """Called by the follower: show the state; once the first step is done, warm the next supervisor up."""
         if not self._warmed and (state.first_step_time is not None or state.done):
             self._warmed = True
-            local.standby.warm(niced=not state.done)
+            with contextlib.suppress(OSError):  # no process can be started: the next run will say so
+                local.standby.warm(niced=not state.done)
         if state.done and self._background:
             self._finish()
         elif not state.done:
@@ -336,6 +338,8 @@ class _Watch:
 
     def end(self) -> None:
         """After the wait, in the main thread: weights first, then the card, then the line that says what the model holds."""
+        if not self._run.dir.is_dir():
+            self._run.kill()
         line = self._run.take_weights()
         self._finish()
         if line is not None and in_kernel():  # a terminal's card ends with it
@@ -343,5 +347,7 @@ class _Watch:
 
     def _finish(self) -> None:
         card = self._run.card()
-        card.save(self._run.files.card)
+        with contextlib.suppress(OSError):  # the disk is full, or the directory was deleted: the notebook has it all the same
+            card.save(self._run.files.card)
+            release_data(self._run.files.root)  # what only the run before this one needed
         self._view.finish(card)

@@ -85,9 +85,13 @@ class Supervised:
         """The run's result; None while it goes on. Where the supervisor ended without one, it is written here."""
         if self.alive():
             return self.run.read_result()
+        if self.run.read_result() is None and self.run.supervisor() is None and self.run.asked() == "stop":
+            _conclude(self.run, Progress(stop_reason="killed"), "stopped", None)
         if self.run.read_result() is None and self.run.supervisor() is None:
             tail = "\n".join(self._supervisor.stderr_tail())
-            fail(self.run, Failure("LaunchError", f"the supervisor ended with exit code {self.process.returncode} before it took the run over\n{tail}".rstrip()))
+            fail(
+                self.run, Failure("LaunchError", f"the supervisor ended with exit code {self.process.returncode} before it took the run over\n{tail}".rstrip())
+            )
         code = self.process.returncode
         return settle(self.run, number=-code if code < 0 else None)
 
@@ -127,7 +131,8 @@ def kill_run(run: RunDir) -> bool:
         return False
     fork_server = ProcessId.from_json(_progress(run).launched.get("fork_server"))
     processes = [owner[1], *([fork_server] if fork_server else []), *(process for _, process in run.processes())]
-    return any([process.send(signal.SIGKILL) for process in processes])
+    told = [process.send(signal.SIGKILL) for process in processes]
+    return any(told)
 
 
 def fail(run: RunDir, failure: Failure) -> dict[str, Any]:

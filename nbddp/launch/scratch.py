@@ -5,6 +5,7 @@ Its name tells whose it is, so that whoever notices that a supervisor was killed
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -12,12 +13,15 @@ from pathlib import Path
 
 from nbddp.process import ProcessId
 
+_LONGEST_BASE = 50
+"""The path of a Unix socket has at most 107 bytes, and names of ours and of multiprocessing's follow."""
 _NAME = re.compile(r"^nbddp-(\d+)-(\d+)$")
 
 
 def scratch(process: ProcessId) -> Path:
     """Where a supervisor keeps its temporary files."""
-    return Path(tempfile.gettempdir()) / f"nbddp-{process.pid}-{process.start}"
+    base = tempfile.gettempdir()
+    return Path(base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp") / f"nbddp-{process.pid}-{process.start}"
 
 
 def make_scratch(process: ProcessId) -> Path:

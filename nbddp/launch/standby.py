@@ -42,18 +42,23 @@ class Supervisor:
         self._tail: list[str] = []
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([str(_BOOT), *filter(None, [environment.get("PYTHONPATH")])])
+        environment["TMPDIR"] = tempfile.gettempdir()  # where this kernel will look for what a killed supervisor left
         environment["NBDDP_SYS_PATH"] = os.pathsep.join(path for path in sys.path if Path(path).is_absolute())
         # -P: no file beside the notebook may shadow a module. "/": no folder is kept busy.
         command = [sys.executable, "-P", "-m", "nbddp.supervisor", "--kernel", f"{kernel.pid}:{kernel.start}", "--entry", entry]
-        self.process = subprocess.Popen(
-            [*command, *(["--niced"] if niced else [])],
-            stdin=subprocess.PIPE,
-            stdout=self._stderr,
-            stderr=self._stderr,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [*command, *(["--niced"] if niced else [])],
+                stdin=subprocess.PIPE,
+                stdout=self._stderr,
+                stderr=self._stderr,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError:
+            self._stderr.close()
+            raise
         self.identity = ProcessId.of(self.process.pid) or ProcessId(self.process.pid, -1)
 
     def alive(self) -> bool:

@@ -102,7 +102,8 @@ class Group(LocalElasticAgent):
         if self.over.is_set():
             return RunResult(state=WorkerState.FAILED)
         self.gone_first.update(rank for rank, process in self.processes().items() if not process.alive())
-        return super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _get_fq_hostname(self) -> str:
         return "localhost"  # the agent puts it into its metrics; asking a name server that does not answer takes seconds

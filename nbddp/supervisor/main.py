@@ -33,7 +33,7 @@ from nbddp.supervisor.signals import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
     from nbddp.launch.order import Order
 
@@ -114,7 +114,8 @@ def supervise(order: Order, entry: Callable[[str, dict[str, str], int], None], s
     run.write_supervisor(ProcessId.current())
     events = EventWriter(run.supervisor_events, run=run.id, rank=SUPERVISOR)
     events.emit("launched", process=ProcessId.current().to_json(), fork_server=fork_server.to_json(), host=socket.gethostname())
-    progress, exits = Progress(), {}
+    progress = Progress()
+    exits: dict[int, int | None] = {}
     state, failure = "failed", None
     try:
         if not fork_server.alive():

@@ -14,6 +14,7 @@ from nbddp.events import EventReader
 from nbddp.failure import Failure, RankEnd, signal_name, verdict
 from nbddp.launch.progress import Progress
 from nbddp.launch.stacks import stacks
+from nbddp.rundir import write_atomically
 from nbddp.supervisor.hang import HangWatch, culprit
 from nbddp.supervisor.memory import MemoryWatch
 
@@ -35,10 +36,12 @@ STOP_S = 5.0
 """A run whose kernel has ended is given this long to stop in order."""
 TEARDOWN_S = 5.0
 """Ranks that have finished are given this long to exit."""
+DELETED_S = 1.0
+"""A run directory is missing for this long before it counts as deleted: a network file system may be slow to tell."""
 _KERNEL_EVERY_S = 0.2
 _MEMORY_EVERY_S = 1.0
 
-Cause = Literal["failure", "terminated", "kernel", "hang", "teardown", "fork server"]
+Cause = Literal["failure", "terminated", "kernel", "hang", "teardown", "fork server", "deleted"]
 
 
 class Watch(threading.Thread):
@@ -60,6 +63,7 @@ class Watch(threading.Thread):
         self._ending = 0.0
         self._kernel_gone: float | None = None
         self._finished: float | None = None
+        self._missing: float | None = None
         self._next_kernel = self._next_memory = now
         self._hang_failure: Failure | None = None
 
@@ -132,7 +136,7 @@ class Watch(threading.Thread):
             tail = self._run_dir.log(rank).read_bytes()[-4096:].decode("utf-8", "replace")
         except OSError:
             return False
-        return any(word in tail for word in ("gloo", "ProcessGroup", "NCCL"))
+        return any(word in tail for word in ("gloo::", "ProcessGroup", "NCCL"))
 
     def _tick(self, now: float) -> None:
         moved = self._read(now)
@@ -140,6 +144,7 @@ class Watch(threading.Thread):
         if now >= self._next_kernel:
             self._next_kernel = now + _KERNEL_EVERY_S
             self._watch_kernel(now)
+            self._watch_directory(now)
         if self._signals.received is not None:
             self._end("terminated", now)
         if not processes:
@@ -173,6 +178,19 @@ class Watch(threading.Thread):
         if self._kernel_gone is not None and now - self._kernel_gone > STOP_S:
             self._end("kernel", now)
 
+    def _watch_directory(self, now: float) -> None:
+        """Without its directory a run can be neither watched nor stopped."""
+        try:
+            self._run_dir.path.stat()
+        except FileNotFoundError:
+            self._missing = self._missing or now
+            if now - self._missing > DELETED_S:
+                self._end("deleted", now)
+        except OSError:  # not there at the moment, which is not gone
+            return
+        else:
+            self._missing = None
+
     def _watch_ranks(self, processes: dict[int, ProcessId], now: float) -> None:
         newly_gone = [rank for rank, process in processes.items() if rank not in self._gone and not process.alive()]
         if newly_gone:
@@ -192,7 +210,7 @@ class Watch(threading.Thread):
 
     def _hung(self, now: float) -> None:
         path = self._run_dir.logs / "hang.txt"
-        path.write_text("\n".join(f"rank {rank}\n{text}" for rank, text in stacks(self._run_dir).items()), encoding="utf-8")
+        write_atomically(path, "\n".join(f"rank {rank}\n{text}" for rank, text in stacks(self._run_dir).items()).encode())
         row = culprit(self.progress.ranks)
         who = "all ranks wait" if row is None else f"rank {row.rank} is in the phase {row.phase} and the others wait for it"
         if self._group.nproc == 1 and self.progress.ranks:

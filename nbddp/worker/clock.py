@@ -30,6 +30,9 @@ class _Ready:
         return self._times
 
 
+NO_TIMES: StepTimes = _Ready([0.0] * N_PHASES)
+
+
 class CpuClock:
     """`start` begins a step, `lap` ends a phase, `gradients_ready` splits the backward pass, `stop` hands the times over."""
 
@@ -118,4 +121,5 @@ Clock = CpuClock | CudaClock
 
 
 def make_clock(device: torch.device) -> Clock:
+    """The clock of a device."""
     return CudaClock() if device.type == "cuda" else CpuClock()

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from nbddp.config import TrainConfig
 from nbddp.events import EventWriter
 from nbddp.planning import Plan
 from nbddp.rundir import RunDir
+from nbddp.worker.errors import StepError
 from nbddp.worker.group import Ranks
 from nbddp.worker.position import Position
 from nbddp.worker.step import Step, step_from_loss
@@ -23,6 +25,7 @@ class Hooks:
 
     training_step: Step
     validation_step: Step
+    loss: Any
     training_name: str
     validation_name: str
     optimizer: Callable[[nn.Module], Any] | None
@@ -39,6 +42,7 @@ class Hooks:
         assert step is not None
         return cls(
             training_step=step,
+            loss=hooks.get("loss"),
             validation_step=validation or step,
             training_name="training_step" if training else "loss",
             validation_name="validation_step" if validation else "training_step" if training else "loss",
@@ -48,6 +52,20 @@ class Hooks:
             val_collate_fn=hooks.get("val_collate_fn", hooks.get("collate_fn")),
             worker_init_fn=hooks.get("worker_init_fn"),
         )
+
+    def prepare_loss(self, model: nn.Module, device: torch.device) -> None:
+        """Move a loss that is a module (it may hold class weights) to the device.
+
+        Raises:
+            StepError: where it has parameters of its own, which would not be trained.
+        """
+        if not isinstance(self.loss, nn.Module):
+            return
+        known = {id(parameter) for parameter in model.parameters()}
+        if own := [name for name, p in self.loss.named_parameters() if p.requires_grad and id(p) not in known]:
+            message = f"loss ({type(self.loss).__name__}) has parameters of its own, {', '.join(own[:4])}: make it a part of the model, which is trained"
+            raise StepError(message)
+        self.loss.to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from nbddp.worker.errors import ReplicasDiffer
 if TYPE_CHECKING:
     from nbddp.planning import Plan
 
-_INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+T = TypeVar("T")
+_BUCKET_BYTES = 64 << 20
+_DIGEST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,11 @@ class Ranks:
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0: BatchNorm's running statistics differ per rank after a step."""
-        if self.world_size > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)
+        buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        if self.world_size > 1 and buffers:
+            group = dist.group.WORLD
+            assert group is not None
+            dist._broadcast_coalesced(group, buffers, _BUCKET_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does it: any dtype and layout, few messages
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum float64 values over ranks; blocks."""
@@ -44,11 +48,11 @@ class Ranks:
         dist.all_reduce(total, group=self.telemetry)
         return [float(value) for value in total]
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, on every rank; blocks. For small plain values only."""
         if self.world_size == 1:
             return [value]
-        gathered: list[object] = [None] * self.world_size
+        gathered: list[T] = [value] * self.world_size
         dist.all_gather_object(gathered, value, group=self.telemetry)
         return gathered
 
@@ -74,11 +78,19 @@ class Ranks:
 
 
 def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    """Two int64 sums over the bits, the second weighted by position modulo a prime: exact, so independent of the order of summing."""
-    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    bits = real.contiguous().view(_INTEGER_OF[real.element_size()]).flatten().to(torch.int64)
-    place = torch.arange(bits.numel(), device=bits.device).remainder_(65521)
-    return torch.stack([bits.sum(), (bits * place).sum()])
+    """Two int64 sums over the bits, the second weighted by position: exact, so independent of the order of summing."""
+    flat = parameter.contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()  # or its bytes could not be read as words
+    raw = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    digest = torch.zeros(2, dtype=torch.int64, device=parameter.device)
+    for number, part in enumerate(raw[:whole].split(_DIGEST_BYTES)):  # in parts, so as not to need the parameter's size again
+        words = part.view(torch.int64)
+        place = torch.arange(1, words.numel() + 1, device=words.device)
+        digest += torch.stack([words.sum(), (place * words).sum() * (2 * number + 1)])
+    tail = raw[whole:].to(torch.int64)
+    return digest + torch.stack([tail.sum(), (tail * torch.arange(1, tail.numel() + 1, device=tail.device)).sum()])
 
 
 def join_group(plan: Plan, timeout_s: float) -> Ranks:
@@ -97,5 +109,6 @@ def join_group(plan: Plan, timeout_s: float) -> Ranks:
 
 
 def leave_group() -> None:
+    """Close the connections to the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()

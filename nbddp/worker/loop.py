@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Subset
 
-from nbddp.data import Batches, LoaderOptions, Shares, make_fetch, split_indices
+from nbddp import checkpoint
+from nbddp.data import Batches, LoaderOptions, Part, Shares, make_fetch, split_indices
 from nbddp.worker import rng
 from nbddp.worker.errors import StepError
 from nbddp.worker.optim import Scheduler, make_optimizer
@@ -55,12 +56,15 @@ class Training:
         self._telemetry = Telemetry(ranks, decide=self._decide, apply=self._reporter)
         self._saver = Saver(context)
         self._val_every = Every.parse(config.val_every)
-        self._validated_at = self._monitored_at = self._saved_at = -1
+        self._validated_at = self._monitored_at = -1
+        self._saved_as: tuple[int, ...] | None = None
+        self._due = self._old_enough = self._done = False
         self._values: dict[str, float] = {}
+        self._fresh: float | None = None
         train_data, val_data = context.train_data, context.val_data
         if config.val_split is not None:
             train_indices, val_indices = split_indices(len(train_data), config.val_split, config.seed)
-            train_data, val_data = Subset(train_data, train_indices.tolist()), Subset(train_data, val_indices.tolist())
+            train_data, val_data = Part(train_data, train_indices), Part(train_data, val_indices)
         options = LoaderOptions(
             num_workers=plan.workers_per_rank,
             prefetch_factor=config.prefetch_factor,
@@ -82,17 +86,24 @@ class Training:
             for stage in (Stage(0, context.config),):
                 self._enter(stage)
                 self._epochs(stage)
-                if progress.stopped:
+                if progress.reason is not None:
                     break
             self._end()
+        except BaseException:
+            self._saver.give_up()
+            raise
         finally:
-            self._saver.close()
+            self._batches.close()
+            if self._validation is not None:
+                self._validation.close()
+        self._saver.close()
         return progress
 
     def _enter(self, stage: Stage) -> None:
         """Everything that a stage has of its own: replica, optimizer, scheduler, sampler."""
         context, hooks, ranks, plan = self._context, self._context.hooks, self._context.ranks, self._context.plan
         self._progress.stage = stage.index
+        hooks.prepare_loss(context.model, ranks.device)
         replica = Replica(StepModule(context.model, hooks.training_step), stage.config, ranks)
         self._optimizer = make_optimizer(context.model, stage.config, hooks.optimizer)
         self._scheduler = Scheduler(self._optimizer, stage.config, hooks.scheduler)
@@ -112,14 +123,14 @@ class Training:
         self._phase("training")
 
     def _epochs(self, stage: Stage) -> None:
-        progress, plan = self._progress, self._context.plan
-        while not self._over() and (plan.epochs is None or progress.epochs_done < plan.epochs):
+        progress = self._progress
+        while not self._over() and progress.epochs_done != self._context.plan.epochs:
             progress.epoch, progress.epoch_step = progress.epochs_done + 1, 0
             self._epoch(stage)
 
     def _over(self) -> bool:
         limit = self._context.plan.max_steps
-        return self._progress.stopped or (limit is not None and self._progress.step >= limit)
+        return self._progress.reason is not None or (limit is not None and self._progress.step >= limit)
 
     def _epoch(self, stage: Stage) -> None:
         progress, position = self._progress, self._context.position
@@ -127,36 +138,40 @@ class Training:
         self._reporter.begin_epoch()
         batches = self._batches.epoch(self._shares.epoch(progress.epoch))
         aggregation_s = 0.0
-        for _ in range(self._shares.steps):
+        while True:
             updated = self._updater.step(batches)
             progress.step += 1
             progress.epoch_step += 1
-            position.step = progress.step
+            position.step, position.phase = progress.step, "training"
             if progress.step == 1:
                 self._first_step()
             record = StepRecord(
                 step=progress.step,
                 epoch=progress.epoch,
                 stage=stage.index,
-                lr=float(self._optimizer.param_groups[0]["lr"]),
+                lr=float(self._optimizer.param_groups[0].get("lr", math.nan)),
                 samples=updated.samples,
                 warmup=progress.step <= self._warmup_until,
+                applied=updated.applied,
                 sums=updated.sums,
                 times=updated.times,
                 aggregation_s=aggregation_s,
             )
             if updated.applied:
                 self._scheduler.after_step()
+            elif stage.config.on_nan == "stop":
+                self._stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
             before = time.perf_counter()
             self._telemetry.tick(record)
             aggregation_s = time.perf_counter() - before
-            self._between(stage, applied=updated.applied)
+            self._heed()
+            if self._over() or progress.epoch_step == self._shares.steps:
+                break
+            self._between()
             if self._over():
                 break
-        batches.close()  # type: ignore[attr-defined] - a generator: loader workers of an epoch that was left early end here
-        whole = progress.epoch_step == self._shares.steps
-        if whole or not progress.stopped or progress.reason == "max_time":
-            self._after_epoch(time.monotonic() - began, whole=whole)
+        batches.close()
+        self._after_epoch(time.monotonic() - began)
 
     def _first_step(self) -> None:
         """Names are known now; the kernel learns that training works."""
@@ -165,61 +180,68 @@ class Training:
         self._telemetry.open(len(names))
         if self._context.ranks.rank == 0:
             self._context.events.emit("phase", phase="training", first_step=True)
-            self._saver.check(self._optimizer_state())
+            for name, state in self._optimizer_state().items():  # now rather than at the first checkpoint
+                checkpoint.check_plain(state, name)
 
-    def _between(self, stage: Stage, *, applied: bool) -> None:
-        """After a step: decisions of rank 0, and what is due by the number of steps."""
-        progress = self._progress
-        if not applied and stage.config.on_nan == "stop":
-            self._stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
-        flags = self._heed()
-        if progress.stopped:
-            return
-        better = self._val_every.at_step(progress.step) and self._validate()
-        due = bool(flags & SAVE_DUE) or self._saver.at_step(progress.step)
-        if better or due:
+    def _between(self) -> None:
+        """What is due by the number of steps, within an epoch."""
+        step = self._progress.step
+        better = self._val_every.at_step(step) and self._validate()
+        due = self._due or self._saver.at_step(step)
+        if (better or due) and not self._progress.stopped:
             self._save(best=better, last=due)
 
-    def _heed(self) -> int:
-        """Take rank 0's decisions in; return them."""
+    def _heed(self) -> None:
+        """Take rank 0's decisions in."""
         flags = self._telemetry.take()
+        self._due = self._due or bool(flags & SAVE_DUE)
+        self._old_enough = self._old_enough or bool(flags & SAVE_OK)
+        if self._done:
+            return
         if flags & STOP_ASKED:
             self._stop("asked", "stopped as asked")
         elif flags & STOP_TIME:
             self._stop("max_time", f"max_time of {self._context.config.max_time:g} s is over")
-        return flags
 
     def _stop(self, reason: str, text: str) -> None:
-        if not self._progress.stopped:
-            self._progress.stopped, self._progress.reason = True, reason
-            if self._context.ranks.rank == 0:
-                self._context.events.emit("stopping", reason=reason, text=text, step=self._progress.step)
-
-    def _after_epoch(self, duration_s: float, *, whole: bool) -> None:
+        """Leave after this step. What the user wishes goes before a limit of time, which still brings a validation."""
         progress = self._progress
+        if progress.stopped or progress.reason == reason:
+            return
+        progress.reason, progress.stopped = reason, reason != "max_time"
+        if self._context.ranks.rank == 0:
+            self._context.events.emit("stopping", reason=reason, text=text, step=progress.step)
+
+    def _after_epoch(self, duration_s: float) -> None:
+        """The end of an epoch, or of the part of one that a run ends with. A stop leaves the epoch open: its validation and checkpoint are still to come."""
+        progress, whole = self._progress, self._progress.epoch_step == self._shares.steps
         self._telemetry.flush()
         self._reporter.finish_log()
         means = self._reporter.means
-        progress.epochs_done += whole
         if self._context.ranks.rank == 0:
-            at = {"epoch": progress.epoch, "step": progress.step, "stage": progress.stage}
-            self._context.events.emit("epoch", loss=means.loss, duration_s=duration_s, samples=means.samples, whole=whole, **at)
-        flags = self._heed()
-        if progress.reason == "asked":
+            self._context.events.emit("epoch", loss=means.loss, duration_s=duration_s, samples=means.samples, whole=whole, **self._at())
+        self._heed()
+        if progress.stopped:
             return
-        last_epoch = self._over() or progress.epochs_done == self._context.plan.epochs
-        better = ((whole and self._val_every.at_epoch(progress.epoch)) or last_epoch) and self._validate()
+        ends = self._over() or progress.epochs_done + whole == self._context.plan.epochs
+        wanted = ends or self._val_every.at_step(progress.step) or (whole and self._val_every.at_epoch(progress.epoch))
+        better = wanted and self._validate()
+        if self._progress.stopped:  # by what the validation heard
+            return
         if self._context.plan.monitor == "loss":
             better = self._monitor({"loss": means.loss})
-        self._scheduler.after_epoch(means.loss if self._best.last is None else self._best.last)
-        due = bool(flags & SAVE_DUE) or (whole and self._saver.at_epoch(progress.epoch, old_enough=bool(flags & SAVE_OK)))
+        if whole:
+            progress.epochs_done += 1
+            self._scheduler.after_epoch(self._fresh)
+            self._fresh = None
+        self._done = ends
+        due = self._due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._old_enough))
         if better or due:
-            self._save(best=better, last=due)
-        self._heed()
+            self._save(best=better, last=due or ends)
 
     def _validate(self) -> bool:
         """Validate unless these weights were validated already; return whether they are the best so far."""
-        progress, position = self._progress, self._context.position
+        progress = self._progress
         if self._validation is None or self._validated_at == progress.step:
             return False
         self._validated_at = progress.step
@@ -228,13 +250,12 @@ class Training:
         began = time.monotonic()
         values = self._validation.run(progress.epoch, self._tick_in_validation)
         self._phase("training")
-        position.step = progress.step
         if values is None:
+            self._heed()
             return False
         self._values = values
         if self._context.ranks.rank == 0:
-            at = {"epoch": progress.epoch, "step": progress.step, "stage": progress.stage}
-            self._context.events.emit("validation", values=values, duration_s=time.monotonic() - began, **at)
+            self._context.events.emit("validation", values=values, duration_s=time.monotonic() - began, **self._at())
             shown = "   ".join(f"{name}: {value:.4f}" for name, value in values.items())
             print(f"Validation Epoch: {progress.epoch}   {shown}", flush=True)  # noqa: T201 - rank 0's log
         return self._context.plan.monitor != "loss" and self._monitor(values)
@@ -254,19 +275,26 @@ class Training:
         if name not in values:
             message = f"monitor={name} is not recorded; recorded are {', '.join(dict.fromkeys([*values, 'loss']))}"
             raise StepError(message)
-        self._monitored_at = self._progress.step
+        self._monitored_at, self._fresh = self._progress.step, values[name]
         return self._best.update(values[name], self._progress)
 
     def _save(self, *, best: bool, last: bool) -> None:
         """A checkpoint of this very step: what was measured so far is applied first."""
-        progress = self._progress
         self._telemetry.flush()
+        self._heed()
         self._phase("checkpoint")
-        value = self._best.last if self._monitored_at == progress.step else None
+        value = self._best.last if self._monitored_at == self._progress.step else None
         self._saver.save(self._state(), value=value, best=best, last=last)
         if last:
-            self._saved_at = progress.step
+            self._saved_as, self._due, self._old_enough = self._now(), False, False
         self._phase("training")
+
+    def _now(self) -> tuple[int, ...]:
+        """What tells two states of the run apart."""
+        return self._progress.step, self._progress.epochs_done, self._validated_at, self._monitored_at
+
+    def _at(self) -> dict[str, int]:
+        return {"epoch": self._progress.epoch, "step": self._progress.step, "stage": self._progress.stage}
 
     def _optimizer_state(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state()}
@@ -276,9 +304,7 @@ class Training:
         progress, config, means = self._progress, self._context.config, self._reporter.means
         return {
             **self._optimizer_state(),
-            "stage": progress.stage,
-            "epoch": progress.epoch,
-            "step": progress.step,
+            **self._at(),
             "epochs_done": progress.epochs_done,
             "sampler": {"seed": config.seed, "stage": progress.stage, "epoch": progress.epoch, "step": progress.epoch_step},
             "epoch_sums": {"loss": means.loss_sum, "weight": means.weight, "samples": means.samples, "steps": means.steps, "times": means.times.tolist()},
@@ -292,11 +318,12 @@ class Training:
         """The last checkpoint: of the weights that training ended with."""
         self._telemetry.flush()
         self._reporter.finish_log()
-        if self._saved_at != self._progress.step:
+        if self._saved_as != self._now():
             self._save(best=False, last=True)
 
     def _decide(self) -> int:
         """Rank 0's decisions, which travel with its telemetry."""
+        self._saver.release_best()
         flags = 0
         if self._context.run_dir.asked() == "stop":
             flags |= STOP_ASKED
@@ -311,7 +338,6 @@ class Training:
 
     def _phase(self, phase: str) -> None:
         self._context.position.phase = phase
+        self._reporter.resume()
         if self._context.ranks.rank == 0:
             self._context.events.emit("phase", phase=phase)
-
-

@@ -55,6 +55,7 @@ def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: whatever ends it is written down, SystemExit included
         record = failure_record(error, cells, position.phase)
         events.emit("failed", **record)
+        sys.stdout.flush()
         sys.stderr.write(record["traceback"] + "\n")
         sys.stderr.flush()
         events.close()
@@ -119,7 +120,7 @@ def _work(run: RunDir, rank: int, events: EventWriter, position: Position, cells
 def _prepare_process(run: RunDir, rank: int, plan: Plan, config: TrainConfig) -> None:
     multiprocessing.set_start_method("fork", force=True)  # else loader workers would come from a forkserver of their own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stacks = (run.logs / f"rank-{rank:05d}.stacks").open("w", encoding="utf-8")
+    stacks = os.open(run.logs / f"rank-{rank:05d}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(plan.threads)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
@@ -129,9 +130,7 @@ def _load(run: RunDir, spec: dict[str, Any], cells: dict[str, bundle.CellSource]
     bundle.Interpreter.from_json(spec["interpreter"]).apply()
     torch.set_float32_matmul_precision(spec["matmul_precision"])
     refs = [bundle.DataRef(**ref) for ref in spec["data"]]
-    loaded = bundle.load(run.bundle, run.data, refs)
-    cells.update(loaded.cells)
-    return loaded
+    return bundle.load(run.bundle, run.data, refs, cells)
 
 
 def _context(

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, which takes seconds: here it is part of the warm-up
+import torch._dynamo  # the first optimizer of a process imports it, which takes seconds: here it is part of the warm-up
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nbddp.worker.errors import StepError
@@ -39,6 +39,13 @@ def make_optimizer(model: nn.Module, config: TrainConfig, hook: Callable[[nn.Mod
         if not isinstance(made, torch.optim.Optimizer):
             message = f"optimizer(model) returned {type(made).__name__}: it must be a torch.optim.Optimizer"
             raise StepError(message)
+        known = {id(parameter) for parameter in model.parameters()}
+        if foreign := [p for group in made.param_groups for p in group["params"] if id(p) not in known]:
+            message = (
+                f"optimizer(model) holds {len(foreign)} parameters that are not the model's (the first of shape {tuple(foreign[0].shape)}): "
+                "only those of the model it was given are kept equal between the ranks"
+            )
+            raise StepError(message)
         return made
     options: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "weight_decay", "momentum") if getattr(config, name) is not None}
     if config.fused:
@@ -70,14 +77,14 @@ class Scheduler:
         if self._per_step:
             self.made.step()
 
-    def after_epoch(self, value: float) -> None:
-        """`value` is the monitored one, the same on every rank."""
+    def after_epoch(self, value: float | None) -> None:
+        """`value` is what was monitored in this epoch, the same on every rank; None where nothing was, and then a plateau can't be told."""
         if self.made is None or self._per_step:
             return
-        if self._plateau:
-            self.made.step(value)
-        else:
+        if not self._plateau:
             self.made.step()
+        elif value is not None:
+            self.made.step(value)
 
     def state(self) -> dict[str, Any] | None:
         return None if self.made is None else self.made.state_dict()

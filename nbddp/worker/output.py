@@ -20,7 +20,7 @@ def redirect(path: Path) -> None:
     os.close(log)
     os.close(null)
     sys.stdout, sys.stderr = _stream(1), _stream(2)
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc, assignment]  # final for those who do not redirect
 
 
 def _stream(fd: int) -> TextIO:

@@ -47,9 +47,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stop.wait(PERIOD_S):
             at = self._position
-            self._events.emit(
-                "heartbeat", step=at.step, phase=at.phase, position=[at.epoch, at.step, at.ticks], memory=memory(self._device)
-            )
+            self._events.emit("heartbeat", step=at.step, phase=at.phase, position=[at.epoch, at.step, at.ticks], memory=memory(self._device))
 
     def stop(self) -> None:
         self._stop.set()

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Progress:
-    """`epoch` is the one under way, from 1; `epoch_step` the steps done in it; `step` those of the whole run."""
+    """`epoch` is the one under way, from 1; `epoch_step` the steps done in it; `step` those of the whole run.
+
+    `epochs_done` counts those whose validation is over as well. `reason` says why the run ends before its last epoch or step; `stopped` that it was not
+    to end there: it was asked to stop, or refused a step, whereas a limit of time is an end like any other.
+    """
 
     stage: int = 0
     epoch: int = 0

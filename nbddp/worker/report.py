@@ -9,12 +9,13 @@ import numpy as np
 
 from nbddp.state import PHASES
 from nbddp.worker.clock import BACKWARD, DATA, FORWARD, N_PHASES, OPTIMIZER
-from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, TIMES, WEIGHT, Gathered
+from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, TIMES, WEIGHT, Gathered, StepRecord
 
 if TYPE_CHECKING:
     from nbddp.events import EventWriter
 
 LOG_PERIOD_S = 1.0
+_ON_NAN = {"warn": "training goes on; --on-nan skip or stop keeps the weights finite", "skip": "the step is skipped", "stop": "the run stops"}
 
 
 class EpochMeans:
@@ -42,10 +43,14 @@ class Reporter:
         self._last_time = time.monotonic()
         self._last_log = 0.0
         self._unlogged: str | None = None
-        self._warned_of_nan = False
+        self._warned_of: set[str] = set()
 
     def begin_epoch(self) -> None:
         self.means = EpochMeans()
+
+    def resume(self) -> None:
+        """Steps begin again: the time until now was not theirs."""
+        self._last_time = time.monotonic()
 
     def __call__(self, gathered: Gathered) -> None:
         """Fold the steps into the means; on rank 0 write a `steps` event and, once a second, the log line."""
@@ -62,14 +67,15 @@ class Reporter:
             scalars = rows[:, :, FIRST_SCALAR:].sum(axis=0) / weight[:, None]
         samples = [record.samples for record in records]
         means = self.means
-        means.loss_sum += float(loss_sum.sum())
-        means.weight += float(weight.sum())
+        applied = np.array([record.applied for record in records])
+        means.loss_sum += float(loss_sum[applied].sum())
+        means.weight += float(weight[applied].sum())
         means.times += np.array([data.sum(), network.sum(), aggregation.sum()])
         means.steps += len(records)
         means.samples += sum(samples)
         if self._rank != 0:
             return
-        self._warn_of_nan(rows[:, :, LOSS], records[0].step)
+        self._warn(rows[:, :, LOSS], records)
         elapsed, self._last_time = time.monotonic() - self._last_time, time.monotonic()
         last, mean = (data[-1], network[-1], aggregation[-1]), means.times / means.steps
         chosen = phases[slowest, np.arange(len(records))]
@@ -120,19 +126,25 @@ class Reporter:
             print(self._unlogged, flush=True)  # noqa: T201 - the log line of rank 0
             self._last_log, self._unlogged = time.monotonic(), None
 
-    def _warn_of_nan(self, sums: np.ndarray, first: int) -> None:
-        """Say it once, with the rank where it began; `sums` are of shape (ranks, steps)."""
-        bad = np.flatnonzero(~np.isfinite(sums).all(axis=0))
-        if not len(bad) or self._warned_of_nan:
-            return
-        self._warned_of_nan = True
-        rank, step = int(np.flatnonzero(~np.isfinite(sums[:, bad[0]]))[0]), first + int(bad[0])
-        does = {"warn": "training goes on; --on-nan skip or stop keeps the weights finite", "skip": "the step is skipped", "stop": "the run stops"}
-        self._events.emit("message", level="warning", text=f"step {step}: the loss of rank {rank} is not finite; {does[self._on_nan]}")
+    def _warn(self, sums: np.ndarray, records: list[StepRecord]) -> None:
+        """Say once what is not finite, with the rank where it began; `sums` are of shape (ranks, steps)."""
+        does = _ON_NAN[self._on_nan]
+        bad = ~np.isfinite(sums)
+        if bad.any():
+            index = int(np.flatnonzero(bad.any(axis=0))[0])
+            self._warn_once("loss", f"step {records[index].step}: the loss of rank {int(np.flatnonzero(bad[:, index])[0])} is not finite; {does}")
+        refused = [record.step for index, record in enumerate(records) if not record.applied and not bad[:, index].any()]
+        if refused:
+            self._warn_once("gradient", f"step {refused[0]}: a gradient is not finite, though the loss is; {does}")
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            self._events.emit("message", level="warning", text=text)
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    return np.round(values, 7).tolist()  # type: ignore[no-any-return]
+    return list(np.round(values, 7).tolist())
 
 
 def log_line(report: dict[str, Any], *, world_size: int) -> str:

@@ -16,12 +16,12 @@ def seed_rank(seed: int, rank: int) -> None:
     own = derive_seed("rank", seed, rank)
     torch.manual_seed(own)
     random.seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002 - user code draws from numpy's global stream
+    np.random.seed(own % 2**32)  # numpy's global stream: user code draws from it
 
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The state of all streams, as tensors and plain types."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - as above
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -45,4 +45,4 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["next_gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))  # noqa: NPY002 - as above
+    np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import queue
 import threading
 import time
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 AT_MOST_EVERY_S = 20.0
 AT_LEAST_EVERY_S = 30 * 60.0
+GIVE_UP_S = 1.0
+"""A run that failed waits this long for the file that is being written: whoever waits for this rank is to hear of it first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """A file to write, and the names that it gets besides."""
+
     name: str
     content: dict[str, Any]
-    also: str | None
-    value: float | None
-    finite: bool
+    others: tuple[str, ...] = ()
 
 
 class Saver:
@@ -68,6 +69,7 @@ class Saver:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
         if self._writes:
+            checkpoint.clear_unfinished(self._folder)
             self._thread = threading.Thread(target=self._write_jobs, name="nbddp-checkpoints", daemon=True)
             self._thread.start()
 
@@ -89,14 +91,6 @@ class Saver:
     def old_enough(self) -> bool:
         return time.monotonic() - self._last >= AT_MOST_EVERY_S
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Find out at the first step, not at the first checkpoint, that a state can't be written.
-
-        Raises:
-            CheckpointError: names the entry.
-        """
-        checkpoint.plain(state, "state")
-
     def write_initial(self) -> None:
         """initial.pt: the weights first bundled for this model, which an earlier run may have written."""
         if not self._writes:
@@ -105,11 +99,11 @@ class Saver:
         target = self._folder / "initial.pt"
         if earlier is not None and (source := self._context.run_dir.root / earlier).is_file():
             checkpoint.link(source, target)
-            self._announce("initial", target, {"epoch": 0, "step": 0, "stage": 0}, value=None, finite=True)
+            self._announce("initial", target, {"epoch": 0, "step": 0, "stage": 0, "value": None, "finite": True})
             return
         state = checkpoint.model_state(self._context.model)
-        content = {"model": state, "epoch": 0, "step": 0, "stage": 0}
-        self._put(_Job("initial", content, None, None, checkpoint.non_finite(state) is None))
+        content = {"model": state, "epoch": 0, "step": 0, "stage": 0, "value": None, "finite": checkpoint.non_finite(state) is None}
+        self._put(_Job("initial", content))
 
     def save(self, state: dict[str, Any], *, value: float | None, best: bool, last: bool) -> None:
         """Copy the run's state to the CPU and hand it to the writer. Collective: replicas are compared, every rank's random state is gathered.
@@ -117,17 +111,16 @@ class Saver:
         Args:
             state: optimizer, scheduler, position and sums, without model and random states.
             value: the monitored value.
-            best: it is the best so far; written at most every 20 s, and at the end.
-            last: write last.pt (and, with keep_last above 1, the epoch's file).
+            best: it is the best so far. Where last.pt is not written as well, best.pt is at most every 20 s, and at the end.
+            last: write last.pt and, with keep_last above 1, a file of this epoch or step.
         """
         context = self._context
         began = time.monotonic()
         context.ranks.broadcast_buffers(context.model)
         context.ranks.compare_replicas(context.model)
         streams = context.ranks.gather_objects(rng.capture(context.ranks.device))
-        self._asked = False
         if last:
-            self._last = time.monotonic()
+            self._last, self._asked = time.monotonic(), False
         if not self._writes:
             return
         weights = checkpoint.model_state(context.model)
@@ -148,16 +141,23 @@ class Saver:
             "finite": finite,
             "pause_s": time.monotonic() - began,
         }
-        if best and finite:
-            self._held_best = _Job("best", content, None, value, finite)
+        best = best and finite
+        if best:
+            self._held_best = None
         if last:
-            also = f"epoch-{state['epoch']:04d}" if context.config.keep_last > 1 else None
-            self._put(_Job("last", content, also, value, finite))
-        self.release_best(force=False)
+            others = (self._kept_name(state),) if context.config.keep_last > 1 else ()
+            self._put(_Job("last", content, (*others, "best") if best else others))
+        elif best:
+            self._held_best = _Job("best", content)
+            self.release_best()
 
-    def release_best(self, *, force: bool) -> None:
+    @staticmethod
+    def _kept_name(state: dict[str, Any]) -> str:
+        return f"epoch-{state['epoch']:04d}" if state["epochs_done"] == state["epoch"] else f"step-{state['step']:08d}"
+
+    def release_best(self, *, force: bool = False) -> None:
         """Write the best checkpoint that was held back so as not to write too often."""
-        if self._held_best is not None and (force or time.monotonic() - self._last_best >= AT_MOST_EVERY_S):
+        if self._held_best is not None and (force or (time.monotonic() - self._last_best >= AT_MOST_EVERY_S and self._jobs.empty())):
             job, self._held_best = self._held_best, None
             self._last_best = time.monotonic()
             self._put(job)
@@ -166,13 +166,25 @@ class Saver:
         """Write what was held back and wait until everything is on disk.
 
         Raises:
-            OSError: where the writer failed.
+            CheckpointError: where a file could not be written.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self.release_best(force=True)
             self._jobs.put(None)
             self._thread.join()
         self._raise()
+
+    def give_up(self) -> None:
+        """After a failure: give the file that is being written a moment; if it is not done then, the one before it stays."""
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + GIVE_UP_S
+        try:
+            for job in (*([self._held_best] if self._held_best is not None else []), None):
+                self._jobs.put(job, timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _put(self, job: _Job) -> None:
         self._raise()
@@ -189,26 +201,26 @@ class Saver:
                 continue  # the main thread raises it at its next checkpoint
             try:
                 self._write(job)
-            except (OSError, RuntimeError) as error:
+            except BaseException as error:  # noqa: BLE001 - without this thread the main one would wait for ever; it raises the error
                 self._error = error
 
     def _write(self, job: _Job) -> None:
         path = self._folder / f"{job.name}.pt"
-        at = {key: job.content[key] for key in ("epoch", "step", "stage")}
         checkpoint.write(path, job.content)
-        self._announce(job.name, path, at, value=job.value, finite=job.finite)
-        if job.also is None:
-            return
-        kept = self._folder / f"{job.also}.pt"
-        checkpoint.link(path, kept)
-        self._kept = [name for name in self._kept if name != job.also] + [job.also]
-        removed = self._kept[: -self._context.config.keep_last]
-        self._kept = self._kept[-self._context.config.keep_last :]
+        self._announce(job.name, path, job.content)
+        for other in job.others:
+            target = self._folder / f"{other}.pt"
+            checkpoint.link(path, target)
+            self._announce(other, target, job.content, removed=[] if other == "best" else self._remove_old(other))
+
+    def _remove_old(self, newest: str) -> list[str]:
+        keep = self._context.config.keep_last
+        self._kept = [name for name in self._kept if name != newest] + [newest]
+        removed, self._kept = self._kept[:-keep], self._kept[-keep:]
         for name in removed:
             (self._folder / f"{name}.pt").unlink(missing_ok=True)
-        self._announce(job.also, kept, at, value=job.value, finite=job.finite, removed=removed)
+        return removed
 
-    def _announce(self, name: str, path: Path, at: dict[str, int], *, value: float | None, finite: bool, removed: list[str] | None = None) -> None:
-        self._context.events.emit(
-            "checkpoint", name=name, file=path.name, bytes=path.stat().st_size, value=value, finite=finite, removed=removed or [], **at
-        )
+    def _announce(self, name: str, path: Path, content: dict[str, Any], *, removed: list[str] | None = None) -> None:
+        facts = {key: content[key] for key in ("epoch", "step", "stage", "value", "finite")}
+        self._context.events.emit("checkpoint", name=name, file=path.name, bytes=path.stat().st_size, removed=removed or [], **facts)

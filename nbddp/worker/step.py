@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbddp.state import PHASES
 from nbddp.worker.errors import StepError
 
 Step = Callable[[nn.Module, Any], Any]
 RESERVED = ("loss", "weight", "output", "target")
+RECORDED = ("step", "epoch", "stage", "lr", "samples", "wait_s", "slowest_rank", *(f"{phase}_s" for phase in PHASES))
+"""Columns of the history that are there for every run: a step's own scalars have other names."""
 
 
 @dataclass(slots=True)
@@ -38,15 +41,15 @@ class StepModule(nn.Module):
         self.model = model
         self._step = step
 
-    def forward(self, batch: Any) -> Any:  # noqa: ANN401 - the user's types
+    def forward(self, batch: Any) -> Any:
         return self._step(self.model, batch)
 
 
 def step_from_loss(loss: Callable[[Any, Any], Any]) -> Step:
     """The step of `loss(output, target)` for batches `(*inputs, target)`."""
 
-    def training_step(model: nn.Module, batch: Any) -> Any:  # noqa: ANN401 - the user's types
-        if not isinstance(batch, list | tuple) or len(batch) < 2 or isinstance(batch, str):
+    def training_step(model: nn.Module, batch: Any) -> Any:
+        if not isinstance(batch, list | tuple) or len(batch) < 2:
             what = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if isinstance(batch, list | tuple) else "")
             message = f"loss(output, target) needs batches (*inputs, target), and this data gives {what}: write training_step(model, batch)"
             raise StepError(message)
@@ -57,7 +60,7 @@ def step_from_loss(loss: Callable[[Any, Any], Any]) -> Step:
     return training_step
 
 
-def read_result(returned: Any, hook: str, *, training: bool) -> StepResult:  # noqa: ANN401 - the user's types
+def read_result(returned: Any, hook: str, *, training: bool) -> StepResult:
     """Check what a step returned.
 
     Raises:
@@ -80,14 +83,14 @@ def read_result(returned: Any, hook: str, *, training: bool) -> StepResult:  # n
     return result
 
 
-def _check_loss(loss: Any, hook: str, *, training: bool) -> None:  # noqa: ANN401 - the user's types
+def _check_loss(loss: Any, hook: str, *, training: bool) -> None:
     if not isinstance(loss, torch.Tensor):
         message = f"{hook} returned a loss of type {type(loss).__name__}: it must be a scalar tensor"
         raise StepError(message)
     if loss.numel() != 1:
         message = f"{hook} returned a loss of shape {tuple(loss.shape)}: it must be a scalar, the mean over the samples; .mean() makes one"
         raise StepError(message)
-    if loss.is_complex() or not loss.is_floating_point():
+    if not loss.is_floating_point():
         message = f"{hook} returned a loss of dtype {loss.dtype}: it must be a real floating-point scalar"
         raise StepError(message)
     if training and not loss.requires_grad:
@@ -95,13 +98,16 @@ def _check_loss(loss: Any, hook: str, *, training: bool) -> None:  # noqa: ANN40
         raise StepError(message)
 
 
-def _scalar(hook: str, name: str, value: Any) -> torch.Tensor | float:  # noqa: ANN401 - the user's types
+def _scalar(hook: str, name: str, value: Any) -> torch.Tensor | float:
+    if name in RECORDED:
+        message = f"{hook} returned a scalar {name}, which is recorded of every step already: give it another name"
+        raise StepError(message)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(())
     if isinstance(value, numbers.Real):
         return float(value)
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    message = f"{hook} returned {name}: {what}; beside loss, weight, output and target a step returns scalars to record"
+    what = f"a tensor of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    message = f"{hook} returned {name}: {what}; beside loss, weight, output and target a step returns real scalars to record"
     raise StepError(message)
 
 
@@ -114,39 +120,45 @@ class Signature:
         self.weighted = False
 
     def check(self, result: StepResult) -> bool:
-        """Compare with the first step's; return whether this was the first.
+        """Compare with the first step's, whose order of names it gives the result; return whether this was the first.
 
         Raises:
             StepError: names the scalars that came or went.
         """
-        names = tuple(result.scalars)
+        names, weighted = tuple(result.scalars), result.weight is not None
         if self.names is None:
-            self.names, self.weighted = names, result.weight is not None
+            self.names, self.weighted = names, weighted
             return True
-        if names == self.names and (result.weight is not None) == self.weighted:
-            return False
-        if set(names) == set(self.names) and (result.weight is not None) == self.weighted:
-            result.scalars = {name: result.scalars[name] for name in self.names}
-            return False
-        was, now = (self._words(names, weighted=weighted) for names, weighted in ((self.names, self.weighted), (names, result.weight is not None)))
-        message = f"{self._hook} returned {now}, and before that {was}: it returns the same names in every step"
-        raise StepError(message)
+        if weighted != self.weighted or (names != self.names and set(names) != set(self.names)):
+            was, now = _words(self.names, weighted=self.weighted), _words(names, weighted=weighted)
+            message = f"{self._hook} returned {now}, and before that {was}: it returns the same names in every step"
+            raise StepError(message)
+        if names != self.names:
+            self.order(result)
+        return False
 
-    def agree(self, everyone: list[object]) -> None:
-        """Compare with what the other ranks' first steps returned.
+    def order(self, result: StepResult) -> None:
+        """Bring the scalars of a result into the order that all ranks send them in."""
+        result.scalars = {name: result.scalars[name] for name in self.names or ()}
+
+    def agree(self, everyone: list[tuple[tuple[str, ...], bool]]) -> None:
+        """Compare with what the other ranks' first steps returned (`describe` of each), and take over the order of rank 0.
 
         Raises:
             StepError: names a rank that differs.
         """
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                message = f"{self._hook} returned {everyone[0]} on rank 0 and {other} on rank {rank}: it returns the same names on every rank"
+        words = [_words(names, weighted=weighted) for names, weighted in everyone]
+        for rank, other in enumerate(words):
+            if other != words[0]:
+                message = f"{self._hook} returned {words[0]} on rank 0 and {other} on rank {rank}: it returns the same names on every rank"
                 raise StepError(message)
+        self.names = everyone[0][0]
 
-    def describe(self) -> str:
-        return self._words(self.names or (), weighted=self.weighted)
+    def describe(self) -> tuple[tuple[str, ...], bool]:
+        """What `agree` compares."""
+        return self.names or (), self.weighted
 
-    @staticmethod
-    def _words(names: tuple[str, ...], *, weighted: bool) -> str:
-        shown = sorted(names) + (["weight"] if weighted else [])
-        return f"the scalars {', '.join(shown)}" if shown else "the loss alone"
+
+def _words(names: tuple[str, ...], *, weighted: bool) -> str:
+    shown = sorted(names) + (["weight"] if weighted else [])
+    return f"the scalars {', '.join(shown)}" if shown else "the loss alone"

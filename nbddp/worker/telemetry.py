@@ -2,7 +2,8 @@
 
 Steps are collected in a float64 buffer of fixed size. Every K steps it is all-gathered, asynchronously and over a process group of its own, and
 applied by all ranks at the next such boundary: no step waits for it. The header of rank 0's buffer carries decisions (stop, checkpoint, the next
-K), so the ranks can't disagree on them. K is chosen such that a boundary comes about every 0.25 s, or with every step where steps are longer.
+K), so the ranks can't disagree on them. K is chosen by the slowest rank, such that a boundary comes about every 0.25 s, or with every step where
+steps are longer; it at most doubles from one boundary to the next, since the first steps say little: loader workers hold some batches ready.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from nbddp.worker.position import memory
 
 BOUNDARY_S = 0.25
 K_MAX = 64
+K_GROWTH = 2
+"""How much longer the next stretch may be: a few quick steps do not say that all are."""
 
 STOP_ASKED, STOP_TIME, SAVE_DUE, SAVE_OK = 1, 2, 4, 8
 """Decisions of rank 0: the user asked to stop, the time is up, a checkpoint is due by the clock, the last checkpoint is old enough for another."""
@@ -41,6 +44,7 @@ class StepRecord:
     lr: float
     samples: int
     warmup: bool
+    applied: bool
     sums: Sequence[torch.Tensor | float]
     times: StepTimes
     aggregation_s: float
@@ -72,7 +76,7 @@ class _Sums:
     def read(self) -> list[list[float]]:
         if self._host is not None:
             self._copied.synchronize()
-            return self._host.tolist()  # type: ignore[no-any-return]
+            return self._host.tolist()
         return [[float(value) for value in record.sums] for record in self.records]
 
 
@@ -132,7 +136,8 @@ class Telemetry:
         flags = self._decide() if self._ranks.rank == 0 else 0
         now = time.monotonic()
         tick_s = (now - self._since) / max(1, self._ticks)
-        header = [float(len(rows)), float(flags), float(np.clip(int(BOUNDARY_S / max(tick_s, 1e-6)), 1, K_MAX)), float(memory(self._ranks.device))]
+        next_k = float(np.clip(int(BOUNDARY_S / max(tick_s, 1e-6)), 1, min(K_MAX, K_GROWTH * self._k)))
+        header = [float(len(rows)), float(flags), next_k, float(memory(self._ranks.device))]
         buffer[0, :4] = torch.tensor(header, dtype=torch.float64)
         self._since, self._ticks = now, 0
         gathered = [torch.empty_like(buffer) for _ in range(self._ranks.world_size)]
@@ -152,7 +157,7 @@ class Telemetry:
         everyone = torch.stack(gathered).numpy()
         headers = everyone[:, 0]
         self.flags |= int(headers[0, _FLAGS])
-        self._k = int(headers[0, _NEXT_K])
+        self._k = int(headers[:, _NEXT_K].min())  # the slowest rank's: in a validation the ranks do not wait for each other
         n = int(headers[0, _ROWS])
         if n:
             rows = everyone[:, 1 : 1 + n]

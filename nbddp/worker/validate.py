@@ -34,7 +34,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Validation:
     """The validation of a stage, on the bare model: its forward passes need no other rank."""
 
-    def __init__(self, context: Context, data: Any, options: LoaderOptions) -> None:  # noqa: ANN401 - a dataset
+    def __init__(self, context: Context, data: Any, options: LoaderOptions) -> None:
         self._context = context
         plan, ranks = context.plan, context.ranks
         self._shares = ValShares(plan.n_val, plan.val_batch_size, ranks.world_size, ranks.rank, context.config.seed)
@@ -54,13 +54,13 @@ class Validation:
         weight = 0.0
         with evaluating(context.model), autocast_context(context.plan.precision, ranks.device):
             for batch, share in self._batches.epoch(self._shares.epoch(epoch)):
-                if share.indices:
+                if share.weight:
                     result = read_result(context.hooks.validation_step(context.model, batch), context.hooks.validation_name, training=False)
                     signature.check(result)
                     of = float(share.weight if result.weight is None else result.weight)
                     weight += of
                     for name, value in {"loss": result.loss.detach(), **result.scalars}.items():
-                        sums[name] = sums.get(name, 0.0) + float(value) * of
+                        sums[name] = sums.get(name, 0.0) + (float(value) * of if of else 0.0)
                 position.ticks += 1
                 if tick():
                     return None
@@ -68,10 +68,14 @@ class Validation:
         total = ranks.sum([weight, *(sums.get(name, 0.0) for name in names)])
         return {f"val_{name}": value / total[0] if total[0] else float("nan") for name, value in zip(names, total[1:], strict=True)}
 
+    def close(self) -> None:
+        """End the loader workers."""
+        self._batches.close()
+
     def _agree(self, signature: Signature) -> list[str]:
         """The names of all values; ranks without samples learn them from the others."""
         gathered = self._context.ranks.gather_objects(signature.names)
-        known = [set(names) for names in gathered if isinstance(names, tuple)]
+        known = [set(names) for names in gathered if names is not None]
         if any(names != known[0] for names in known):
             message = f"{self._context.hooks.validation_name} returned other scalars on other ranks: it returns the same names on every rank"
             raise StepError(message)

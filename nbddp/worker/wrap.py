@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +32,19 @@ class Replica:
         if not self.trainable:
             message = "the model has no parameter that requires a gradient: there is nothing to train"
             raise StepError(message)
-        self._config = config
-        self._ddp = _ddp(module, config, ranks) if ranks.world_size > 1 else None
+        self._graph_known = not config.static_graph
+        self._tolerant = config.find_unused_parameters or config.static_graph
+        self._ddp = _ddp(module, config) if ranks.world_size > 1 else None
         self.forward: nn.Module = module if self._ddp is None else self._ddp
-        if self._ddp is not None and not (config.find_unused_parameters or config.static_graph):
+        if self._ddp is not None and not self._tolerant:
             self._fix_bucket_order()
 
     def inner(self) -> contextlib.AbstractContextManager[None]:
-        """The context of micro-batches that are not synchronised."""
-        return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
+        """The context of micro-batches that are not synchronised.
+
+        With a static graph those of the first step are: DDP learns the graph from its first synchronised pass. The sum of means is the mean of sums.
+        """
+        return self._ddp.no_sync() if self._ddp is not None and self._graph_known else contextlib.nullcontext()
 
     def _fix_bucket_order(self) -> None:
         """Let DDP settle its buckets before the first step.
@@ -49,25 +54,29 @@ class Replica:
         """
         assert self._ddp is not None
         self._ddp.reducer.prepare_for_backward([])
-        total: Any = sum(parameter.reshape(-1)[:1].sum().real * 0 for parameter in self.trainable)
+        embeddings = (module for module in self.module.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        sparse = {id(module.weight) for module in embeddings if module.sparse}
+        total: Any = sum(_touch(parameter, sparse=id(parameter) in sparse).sum().real * 0 for parameter in self.trainable)
         total.backward()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those of parameters that the optimizer does not hold."""
         for parameter in self.trainable:
             parameter.grad = None
 
-    def without_gradient(self) -> list[str]:
-        """Names of trainable parameters that the last backward pass did not reach."""
-        return [name for name, p in self.module.model.named_parameters() if p.requires_grad and p.grad is None]
-
     def check_gradients(self) -> None:
-        """After the first backward pass: every parameter has its gradient, else the ranks would wait for it forever.
+        """After a step's backward passes: every parameter has its gradient, else DDP never finished, and the replicas would part.
 
         Raises:
             StepError: names the parameters and the option.
         """
-        if self._ddp is None or self._config.find_unused_parameters:
+        self._graph_known = True
+        if self._ddp is None or self._tolerant:
             return
-        if missing := self.without_gradient():
-            raise StepError(unused_message(missing))
+        for parameter in self.trainable:
+            if parameter.grad is None:
+                raise StepError(unused_message([name for name, p in self.module.model.named_parameters() if p.requires_grad and p.grad is None]))
 
     def explain(self, error: RuntimeError) -> StepError | None:
         """Say DDP's error about unused parameters with the parameters' names; None for other errors."""
@@ -80,7 +89,15 @@ class Replica:
         return StepError(unused_message(missing))
 
 
+def _touch(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    """A value that depends on a parameter, by a gradient of the kind that DDP expects of it."""
+    if sparse:
+        return nn.functional.embedding(torch.zeros(1, dtype=torch.int64, device=parameter.device), parameter, sparse=True)
+    return parameter.reshape(-1)[:1]
+
+
 def unused_message(missing: list[str]) -> str:
+    """What is wrong with a step that leaves parameters out, and what to do."""
     named = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
     return (
         f"the step does not use {named or 'some parameters'}: no gradient arrives there, and the ranks would wait for it. "
@@ -88,22 +105,21 @@ def unused_message(missing: list[str]) -> str:
     )
 
 
-def _ddp(module: StepModule, config: TrainConfig, ranks: Ranks) -> DistributedDataParallel:
-    cuda = ranks.device.type == "cuda"
+def _ddp(module: StepModule, config: TrainConfig) -> DistributedDataParallel:
+    # Without device_ids, since batches are on the device already: DDP would take containers apart and rebuild them to look for tensors to move.
     return DistributedDataParallel(
         module,
-        device_ids=[ranks.device.index] if cuda else None,
         find_unused_parameters=config.find_unused_parameters,
         static_graph=config.static_graph,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
-        bucket_cap_mb=config.bucket_cap_mb,  # type: ignore[arg-type]
+        bucket_cap_mb=config.bucket_cap_mb,
     )
 
 
-def on_gradients_ready(loss: torch.Tensor, mark: Any) -> None:  # noqa: ANN401 - a callable
+def on_gradients_ready(loss: torch.Tensor, mark: Callable[[], None]) -> None:
     """Call `mark` when this rank's own gradients are done, before the wait for the other ranks.
 
     The callback is queued when the backward pass begins, so it runs before the one with which DDP waits for its all-reduces.
     """
-    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own DDP and FSDP use it so; there is no public name
+    engine = torch.autograd.Variable._execution_engine  # torch's own DDP and FSDP use it so; there is no public name
     loss.register_hook(lambda _: engine.queue_callback(mark))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,7 +40,7 @@ def dead() -> ProcessId:
 def start(tmp_path: Path, standby: Standby) -> Callable[..., Supervised]:
     """Start a run whose ranks do what is named."""
 
-    def begin(do: str, *, nproc: int = 2, **config: object) -> Supervised:
+    def begin(do: str, *, nproc: int = 2, **config: Any) -> Supervised:
         run = make_run(tmp_path, nproc=nproc, **config)
         return launch(run, make_order(run, do), standby)
 

@@ -51,7 +51,7 @@ def test_a_stop_that_is_asked_for_is_a_state(start: Callable[..., Supervised]) -
 
 
 @pytest.mark.parametrize(
-    ("do", "kind", "words", "signal_", "exit_code"),
+    "do, kind, words, signal_, exit_code",
     [
         ("raise", "WorkerError", "rank 1 raised ValueError: boom (Cell In[7], line", None, None),
         ("exit_0", "WorkerError", "rank 1 left by sys.exit with exit code 0 (Cell In[7], line", None, 0),

@@ -44,8 +44,10 @@ def fit(model, step, batches, epochs=1, lr=0.05):
 def mse(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
-def run_files():
-    return sorted(str(path) for path in Path("nbddp_runs").rglob("*"))
+def run_files(root="nbddp_runs"):
+    "What a run leaves there; the folder's own .gitignore, data and data/.lock are no run's."
+    own = {Path(root, name) for name in (".gitignore", "data", "data/.lock")}
+    return sorted(str(path) for path in set(Path(root).rglob("*")) - own)
 
 def standby_pid():
     from nbddp.launch.local import standby

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ENTRY = "support.supervised:entry"
 
 
-def make_run(root: Path, *, nproc: int = 2, kernel: ProcessId | None = None, **config: object) -> RunDir:
+def make_run(root: Path, *, nproc: int = 2, kernel: ProcessId | None = None, **config: Any) -> RunDir:
     """Make a run directory with the parts of a spec that a supervisor reads."""
     run = RunDir.create(root / "nbddp_runs", "supervised")
     kernel = kernel or ProcessId.current()
@@ -112,6 +112,7 @@ def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
 
 
 def do_finish(rank: Rank) -> None:
+    """Three steps."""
     rank.join()
     for _ in range(3):
         rank.all_reduce()
@@ -139,12 +140,12 @@ def do_go_on(rank: Rank) -> dict[str, Any]:
         time.sleep(0.01)
 
 
-def do_describe(rank: Rank) -> None:
+def do_describe(rank: Rank) -> dict[str, Any]:
     """Say what this process is like, then go on until told to stop."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     record = {"env": dict(os.environ), "nice": nice, "argv": sys.argv, "random": sys.modules["random"].__file__ or "", "ppid": os.getppid()}
     (rank.run.path / f"described-{rank.rank}.json").write_text(json.dumps(record), encoding="utf-8")
-    do_go_on(rank)
+    return do_go_on(rank)
 
 
 def _on_rank_1(rank: Rank, act: Callable[[], object]) -> None:
@@ -159,6 +160,8 @@ def _on_rank_1(rank: Rank, act: Callable[[], object]) -> None:
 
 
 def do_raise(rank: Rank) -> None:
+    """Rank 1 raises."""
+
     def act() -> None:
         message = "boom"
         raise ValueError(message)
@@ -167,14 +170,17 @@ def do_raise(rank: Rank) -> None:
 
 
 def do_exit_0(rank: Rank) -> None:
+    """Rank 1 leaves with success."""
     _on_rank_1(rank, lambda: sys.exit(0))
 
 
 def do_exit_3(rank: Rank) -> None:
+    """Rank 1 leaves with an exit code."""
     _on_rank_1(rank, lambda: sys.exit(3))
 
 
 def do_leave_0(rank: Rank) -> None:
+    """Rank 1 leaves without a word."""
     _on_rank_1(rank, lambda: os._exit(0))
 
 
@@ -185,10 +191,12 @@ def do_leave_alone(rank: Rank) -> None:
 
 
 def do_segfault(rank: Rank) -> None:
+    """Rank 1 crashes."""
     _on_rank_1(rank, lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
 
 def do_fail_at_once(rank: Rank) -> None:
+    """Every rank raises before it has joined."""
     message = "before the first step"
     raise RuntimeError(message)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbddp.launch.scratch import scratch
+from nbddp.process import ProcessId
 from support import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbddp.launch.local import Supervised
-    from nbddp.process import ProcessId
     from nbddp.rundir import RunDir
 
 LIMIT_S = 5.0
@@ -44,5 +43,5 @@ def result_of(supervised: Supervised, within_s: float = LIMIT_S, since: float | 
     assert result is not None
     left = processes.gone(lambda: processes.of_session(session), 1.0)
     assert not left, processes.describe(left)
-    assert not list(Path(tempfile.gettempdir()).glob(f"nbddp-{session}-*"))
+    assert not list(scratch(ProcessId(session, 0)).parent.glob(f"nbddp-{session}-*"))
     return result

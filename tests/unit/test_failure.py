@@ -26,7 +26,7 @@ def killed(rank: int, number: int, time: float = 1.0, **more: Any) -> RankEnd:
 
 
 @pytest.mark.parametrize(
-    ("ends", "rank", "kind"),
+    "ends, rank, kind",
     [
         ([RankEnd(0, 1, 0, finished=True), RankEnd(1, 1, 0, finished=True)], None, None),
         ([RankEnd(0, 1, 1, raised()), killed(1, 15, ours=True)], 0, "WorkerError"),
@@ -50,11 +50,11 @@ def killed(rank: int, number: int, time: float = 1.0, **more: Any) -> RankEnd:
 )
 def test_precedence(ends: list[RankEnd], rank: int | None, kind: str | None) -> None:
     failure = verdict(ends)
-    assert (None, None) == (rank, kind) if failure is None else (failure.rank, failure.kind) == (rank, kind)
+    assert (rank, kind) == (None, None) if failure is None else (failure.rank, failure.kind) == (rank, kind)
 
 
 @pytest.mark.parametrize(
-    ("end", "message"),
+    "end, message",
     [
         (RankEnd(1, 0, 1, raised()), "rank 1 raised ValueError: boom (Cell In[7], line 12)"),
         (RankEnd(1, 0, 1, raised(message="")), "rank 1 raised ValueError (Cell In[7], line 12)"),
@@ -77,7 +77,7 @@ def test_words(end: RankEnd, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "kind", "attributes"),
+    "end, kind, attributes",
     [
         (
             RankEnd(1, 0, 1, raised()),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -259,3 +260,24 @@ def test_listeners_hear_of_the_end_once_and_completely(tmp_path: Path, follow: C
         run.end()
         assert follower.done.wait(END_S)
         assert ends == [run.total_steps]
+
+
+def test_a_listener_that_comes_after_the_end_is_told_it(tmp_path: Path, follow: Callable[..., Follower]) -> None:
+    follower = follow(finished(tmp_path))
+    assert follower.done.wait(END_S)
+    seen: list[RunState] = []
+    follower.add_listener(seen.append)
+    assert seen == [follower.state]
+
+
+def test_a_launcher_knows_before_the_files_do_that_nothing_works_on_a_run(tmp_path: Path) -> None:
+    """A supervisor that ended before it took the run over is not in the run directory, where the living kernel still stands for the run."""
+    run = FakeRun(tmp_path)
+    run.run_dir.path.joinpath("supervisor.json").unlink(missing_ok=True)
+    run.run_dir.write_spec({**(run.run_dir.read_spec() or {}), "kernel": ProcessId.current().to_json(), "host": os.uname().nodename})
+    assert run.run_dir.live()
+    settled: list[bool] = []
+    follower = Follower(run.run_dir, lambda: settled.append(run.run_dir.write_result({"state": "failed", "time": 0.0})), live=lambda: False)
+    follower.start()
+    assert follower.done.wait(END_S)
+    assert (settled, follower.state.state) == ([True], "failed")

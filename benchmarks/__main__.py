@@ -1,0 +1,63 @@
+"""Measure everything (or what is named: start, steps, handover) and print ratios: `python -m benchmarks [NAMES]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import handover, start, steps
+
+
+def _start() -> list[tuple[str, float, str]]:
+    figures = start.measure()
+    print(json.dumps(figures))
+    return [
+        ("second cell / torchrun, to the first optimizer step", figures["second_cell_s"] / figures["torchrun_s"], "at most 0.125, aim 0.083"),
+        ("first cell right after %load_ext / torchrun", figures["first_cell_s"] / figures["torchrun_s"], "at most 1"),
+    ]
+
+
+def _steps() -> list[tuple[str, float, str]]:
+    figures = steps.measure()
+    print(json.dumps(figures))
+    return [
+        ("steps/s / hand-written loop with DataLoader", figures["nbddp"] / figures["dataloader_loop"], "at least 1.1, aim 1.2"),
+        ("steps/s / hand-written loop over pre-batched tensors", figures["nbddp"] / figures["prebatched_loop"], "at least 0.95, aim 0.99"),
+    ]
+
+
+def _handover() -> list[tuple[str, float, str]]:
+    figures = handover.measure()
+    print(json.dumps(figures))
+    return [
+        ("hand-over of 1 GiB / torch.save of the same tensors", figures["handover_s"] / figures["torch_save_s"], "at most 1.5"),
+        ("GiB of PSS of all processes of the run, 1 GiB of data", figures["pss_bytes"] / 2**30, "at most 1.5"),
+    ]
+
+
+MEASURES = {"start": _start, "steps": _steps, "handover": _handover}
+
+
+def main(names: list[str]) -> int:
+    """Measure what is named and print a table."""
+    unknown = set(names) - set(MEASURES)
+    if unknown:
+        print(f"{', '.join(sorted(unknown))}: not a benchmark; there are {', '.join(MEASURES)}", file=sys.stderr)
+        return 2
+    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}", flush=True)
+    rows = [row for name in (names or MEASURES) for row in MEASURES[name]()]
+    for what, value, goal in rows:
+        print(f"{what:58s} {value:6.3f}   {goal}")
+    folder = Path("artefacts")
+    folder.mkdir(exist_ok=True)
+    (folder / "benchmarks.json").write_text(json.dumps({what: value for what, value, _ in rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+import pytest
+
+from nbddp.errors import ConfigError
+from nbddp.process import ProcessId
+from nbddp.rundir import RunDir, data_lock, find_run, private_folder, release_data, run_dirs
+
+DIGEST = "0123456789" * 4
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "nbddp_runs"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o277], ids=oct)
+def test_everything_is_the_owners_whatever_the_umask(root, umask):
+    before = os.umask(umask)
+    try:
+        run = RunDir.create(root, "My Net!")
+        run.write_spec({"config": {}})
+        run.ask("stop")
+        with data_lock(run.data):
+            pass
+    finally:
+        os.umask(before)
+    assert {mode(path) for path in [root, *root.rglob("*")] if path.is_dir()} == {0o700}
+    assert {mode(path) for path in root.rglob("*") if path.is_file()} <= {0o600, 0o400}
+    assert (root / ".gitignore").read_text() == "*\n"
+    assert [found.path for found in run_dirs(root)] == [run.path]
+    assert run.id.split("-")[2] == "my_net"
+
+
+def test_a_folder_of_the_users_keeps_its_mode_and_gets_no_gitignore(tmp_path):
+    tmp_path.chmod(0o755)
+    RunDir.create(tmp_path, "net")
+    assert mode(tmp_path) == 0o755
+    assert not (tmp_path / ".gitignore").exists()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data").chmod(0o755)
+    assert mode(private_folder(tmp_path / "data")) == 0o755
+
+
+def test_an_interrupt_while_a_run_is_made_leaves_nothing(root, monkeypatch):
+    made = []
+
+    def interrupted(path):
+        if path.name == "logs":
+            raise KeyboardInterrupt
+        made.append(path)
+        return private_folder(path)
+
+    monkeypatch.setattr("nbddp.rundir.private_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RunDir.create(root, "net")
+    assert made[-1].name == "events"
+    assert run_dirs(root) == []
+
+
+def test_a_folder_that_can_not_be_made_is_an_error_with_a_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"can't be written to .*/file/runs: Not a directory; choose another folder with --run-root"):
+        RunDir.create(tmp_path / "file" / "runs", "net")
+
+
+def test_only_what_was_staged_is_released(root):
+    run = RunDir.create(root, "net")
+    run.write_spec({"data": [{"hash": DIGEST}], "kernel": ProcessId.current().to_json(), "host": os.uname().nodename})
+    private_folder(run.data)
+    names = [f"{DIGEST}.pt", f"{DIGEST[::-1]}.pt", "mnist.pt", ".fresh.pt.1-a.tmp", ".old.pt.1-a.tmp", "notes.txt"]
+    for name in names:
+        (run.data / name).touch()
+    os.utime(run.data / ".old.pt.1-a.tmp", (0, time.time() - 7200))
+    assert [path.name for path in release_data(root)] == [f"{DIGEST[::-1]}.pt"]
+    assert {path.name for path in run.data.iterdir()} == {f"{DIGEST}.pt", "mnist.pt", ".fresh.pt.1-a.tmp", "notes.txt", ".lock"}
+
+
+def test_the_first_result_stands(root):
+    run = RunDir.create(root, "net")
+    assert run.write_result({"state": "finished"}) is True
+    assert run.write_result({"state": "failed"}) is False
+    assert run.read_result() == {"state": "finished"}
+    assert [path.name for path in run.path.iterdir() if path.is_file()] == ["result.json"]
+
+
+def test_runs_are_found_by_a_part_of_their_id_that_is_theirs_alone(root):
+    one, two = RunDir.create(root, "one"), RunDir.create(root, "two")
+    one.write_spec({})
+    assert find_run(one.id, root).path == find_run(one.id[-4:], root).path == find_run("-one-", root).path == find_run(str(one.path), root).path == one.path
+    with pytest.raises(ConfigError, match=f"2 runs match {one.id[:6]}: .*{two.id}; %ddp_runs lists them"):
+        find_run(one.id[:6], root)
+    with pytest.raises(ConfigError, match="no run nowhere in "):
+        find_run("nowhere", root)
