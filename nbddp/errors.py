@@ -29,7 +29,7 @@ class NbddpError(Exception):
 
 
 class _OneLine:
-    """Errors that a notebook shows as one line: the remedy is in the message, the frames are ours."""
+    """Errors that a notebook shows without a traceback: the remedy is in the message, the frames are ours."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
@@ -47,7 +47,7 @@ class CheckpointError(_OneLine, NbddpError):
     """A checkpoint file that is incomplete, foreign or does not fit the model."""
 
 
-class LaunchError(NbddpError):
+class LaunchError(_OneLine, NbddpError):
     """The process group did not form."""
 
 

@@ -15,6 +15,8 @@ from nbddp.errors import HangDetected, LaunchError, NbddpError, OutOfMemory, Rep
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CANNOT_WRITE = 74
+"""Exit code (EX_IOERR of sysexits.h) of a rank that could not even write down why it failed."""
 SHORT_OF_MEMORY = "if memory was short, the kernel's out-of-memory killer did it"
 
 
@@ -140,6 +142,9 @@ def _describe(end: RankEnd, memory_hint: str) -> Failure:
         elif number in (signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE, signals.SIGABRT):
             message += ": a crash in native code; its log may say where"
         return Failure("WorkerLost", message, end.rank, signal=number)
+    if code == CANNOT_WRITE:
+        message = f"rank {end.rank} could not write to the run directory: its disk is full, or over quota, or gone"
+        return Failure("WorkerLost", message, end.rank, exit_code=code)
     message = f"rank {end.rank} left with exit code {code} and without a word, as os._exit does: leave a step by returning or by raising"
     return Failure("WorkerLost", message, end.rank, exit_code=code)
 

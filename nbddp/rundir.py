@@ -6,6 +6,7 @@ Used in every process; imports neither torch nor Jupyter.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 ROOT_NAME = "nbddp_runs"
 _ABANDONED_S = 3600.0
 _DIGEST = re.compile(r"^[0-9a-f]{40}$")
+_TAIL = "23456789abcdefghijkmnpqrstuvwxyz"
+"""In the order in which characters sort: an id ends with two for the millisecond, and two at random."""
 _ID = re.compile(r"^\d{8}-\d{6}-[a-z0-9_]+(?:-[a-z0-9_]+)*-[a-z0-9]{4}$")
 
 
@@ -126,10 +129,10 @@ class RunDir:
             if ours and not (root / ".gitignore").exists():
                 write_atomically(root / ".gitignore", b"*\n")
             slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:32] or "run"
-            alphabet = "abcdefghijkmnpqrstuvwxyz23456789"
             while True:
-                tail = "".join(secrets.choice(alphabet) for _ in range(4))
-                path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{tail}"
+                second, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
+                tail = _TAIL[milliseconds // 32] + _TAIL[milliseconds % 32] + secrets.choice(_TAIL) + secrets.choice(_TAIL)
+                path = root / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(second))}-{slug}-{tail}"
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(mode=0o700)
                     break
@@ -227,7 +230,8 @@ def run_dirs(root: Path) -> list[RunDir]:
     """The runs of a root, oldest first."""
     if not root.is_dir():
         return []
-    return [RunDir(path) for path in sorted(root.iterdir()) if path.is_dir() and _ID.match(path.name)]
+    found = [path for path in root.iterdir() if _ID.match(path.name) and path.is_dir()]
+    return [RunDir(path) for path in sorted(found, key=lambda path: (path.name[:15], path.name[-4:]))]
 
 
 def find_run(name: str | Path, root: Path) -> RunDir:
@@ -249,24 +253,37 @@ def find_run(name: str | Path, root: Path) -> RunDir:
 
 
 @contextlib.contextmanager
-def data_lock(data: Path) -> Iterator[None]:
-    """Hold the lock under which staged data is referred to and released."""
+def data_lock(data: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock under which staged data is referred to and released; a file system without locks has to do without.
+
+    Raises:
+        BlockingIOError: without `wait`, where another kernel holds it.
+    """
     private_folder(data)
     with os.fdopen(os.open(data / ".lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
         yield
 
 
-def release_data(root: Path) -> list[Path]:
+def release_data(root: Path, *, wait: bool = True, leaving: ProcessId | None = None) -> list[Path]:
     """Delete staged datasets that no run needs any more, and return them.
 
-    Needed are those of live runs and of the latest run of every living kernel, so that running a cell again does not stage its data again.
+    Needed are those of live runs and of the latest run of every living kernel, so that running a cell again does not stage its data again. Without
+    `wait`, nothing is deleted while another kernel stages. `leaving` is a kernel that ends: it needs nothing any more.
     """
     data = root / "data"
     if not data.is_dir():
         return []
-    released = []
-    with data_lock(data):
+    released: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(data_lock(data, wait=wait))
+        except BlockingIOError:
+            return released
         needed: set[str] = set()
         latest: dict[ProcessId, set[str]] = {}
         for run in run_dirs(root):
@@ -275,7 +292,7 @@ def release_data(root: Path) -> list[Path]:
             kernel = ProcessId.from_json(spec.get("kernel"))
             if hashes and run.live():
                 needed |= hashes
-            if hashes and kernel is not None and (kernel.alive() or spec.get("host") != socket.gethostname()):
+            if hashes and kernel is not None and kernel != leaving and (kernel.alive() or spec.get("host") != socket.gethostname()):
                 latest[kernel] = hashes
         needed.update(*latest.values())
         for path in data.glob("*.pt"):

@@ -73,6 +73,13 @@ def cached_function(function: Callable[..., Any], parameters: dict[str, Any], na
     return wrapper
 
 
+def cached_attribute(kind: type[functools.cached_property[Any]], function: Callable[[Any], Any], name: str) -> functools.cached_property[Any]:
+    """Rebuild a `functools.cached_property`, which holds a lock until Python 3.12."""
+    rebuilt = kind(function)
+    rebuilt.__set_name__(object, name)
+    return rebuilt
+
+
 def _is_complete(cls: type, attributes: dict[str, object]) -> bool:
     """Whether ``cls`` was defined here before: a class that two archives hold, or the notebook's own in its kernel, is not to be overwritten."""
     own = attributes.keys() - _GIVEN

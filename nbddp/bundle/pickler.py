@@ -61,6 +61,8 @@ class NotebookPickler(cloudpickle.Pickler):
             return reduced
         if isinstance(obj, CACHED) and obj.__module__ == "__main__":
             return notebook_main.cached_function, (obj.__wrapped__, obj.cache_parameters(), self.name_in_main(obj))
+        if isinstance(obj, functools.cached_property):
+            return notebook_main.cached_attribute, (type(obj), obj.func, obj.attrname)
         return reduce_singleton(obj)
 
     def name_in_main(self, obj: Any) -> str | None:

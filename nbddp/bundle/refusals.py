@@ -18,6 +18,8 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from nbddp.bundle.pickler import is_importable
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,6 +57,8 @@ def refusal_for(cls: type) -> Callable[[Any], str | None] | None:
     """Return the function that says why an object of this type is refused (or None: it is not), and None where nothing of the kind is."""
     if issubclass(cls, io.IOBase) and not issubclass(cls, (io.StringIO, io.BytesIO)):
         return _file
+    if cls is types.FunctionType:
+        return _function
     if issubclass(cls, torch.nn.Module):
         return _module
     if issubclass(cls, torch.Tensor):
@@ -92,6 +96,13 @@ def _file(obj: io.IOBase) -> str | None:
     name = getattr(obj, "name", None)
     which = f" ({name!r})" if isinstance(name, str) else ""
     return f"an open file{which} {_ELSEWHERE}; open it in __getitem__ (once per process), and keep only its path"
+
+
+def _function(function: types.FunctionType) -> str | None:
+    attributes = vars(function)
+    if "_torchdynamo_orig_callable" in attributes and not attributes.get("_torchdynamo_disable") and not is_importable(function):
+        return f"a function made by torch.compile {_ELSEWHERE}; use the function that it was made from"
+    return None
 
 
 def _module(module: torch.nn.Module) -> str | None:

@@ -5,6 +5,7 @@ Runs in the kernel. Everything is read from the run directory, so a run of anoth
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -20,7 +21,8 @@ from nbddp.kernel.history import History
 from nbddp.kernel.table import CheckpointTable, RunTable
 from nbddp.launch import local
 from nbddp.launch.stacks import stacks
-from nbddp.rundir import ROOT_NAME, RunDir, find_run
+from nbddp.process import ProcessId
+from nbddp.rundir import ROOT_NAME, RunDir, find_run, release_data
 
 if TYPE_CHECKING:
     import numpy as np
@@ -334,6 +336,8 @@ class Stacks(dict[int, str]):
 _fixed_root: Path | None = None
 _known: dict[str, Run] = {}
 _last: list[Run] = []
+_roots: set[Path] = set()
+"""Of the runs that this kernel started."""
 
 
 def run_root(given: str | Path | None = None) -> Path:
@@ -344,7 +348,11 @@ def run_root(given: str | Path | None = None) -> Path:
     if (root := os.environ.get("NBDDP_RUN_ROOT")) is not None:
         return Path(root).expanduser().resolve()
     if _fixed_root is None:
-        _fixed_root = Path.cwd() / ROOT_NAME
+        try:
+            _fixed_root = Path.cwd() / ROOT_NAME
+        except FileNotFoundError:
+            message = "the working directory no longer exists: change to one that does, with %cd or os.chdir, or set --run-root"
+            raise ConfigError(message) from None
     return _fixed_root
 
 
@@ -352,6 +360,16 @@ def register(run: Run) -> None:
     """Make a run the last one of this kernel."""
     _known[str(run.dir)] = run
     _last[:] = [run]
+    if not _roots:
+        atexit.register(_release)
+    _roots.add(run.files.root)
+
+
+def _release() -> None:
+    """At the kernel's end: delete staged data that only its runs needed."""
+    for root in _roots:
+        with contextlib.suppress(OSError):  # the folder is gone, or its disk
+            release_data(root, wait=False, leaving=ProcessId.current())
 
 
 def last_run() -> Run | None:

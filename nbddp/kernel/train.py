@@ -21,7 +21,7 @@ import torch
 from nbddp.bundle import Bundler, DataRef, Interpreter
 from nbddp.config import TrainConfig
 from nbddp.data import split_size
-from nbddp.errors import ConfigError
+from nbddp.errors import BundleError, ConfigError
 from nbddp.kernel import inputs, weights
 from nbddp.kernel.interrupt import Interrupts
 from nbddp.kernel.machine import check_devices, this_machine
@@ -249,7 +249,7 @@ def _bundle(prepared: Prepared, run_dir: RunDir) -> str:
     """Write the spec, the data and the bundle; return the plan line."""
     request = prepared.request
     spec = _spec(prepared, run_dir)
-    run_dir.write_spec(spec)  # the run is live from here on, so that nobody releases its data
+    _write_spec(run_dir, spec)  # the run is live from here on, so that nobody releases its data
     release_data(prepared.root)
     bundler = Bundler(data_dir=run_dir.data, main=request.main, cells=request.cells)
     refs: list[DataRef] = []
@@ -258,7 +258,7 @@ def _bundle(prepared: Prepared, run_dir: RunDir) -> str:
         for role, (name, dataset) in prepared.datasets.items():
             refs.append(bundler.stage(role, name, dataset))
         spec["data"] = [asdict(ref) for ref in refs]
-        run_dir.write_spec(spec)
+        _write_spec(run_dir, spec)
     always = [request.cell.filename] if request.cell is not None and request.cell.filename is not None else []
     size = bundler.write(run_dir.bundle, model=prepared.model, hooks=prepared.hooks, model_name=request.model.name, always=always)
     staged = sum(ref.bytes for ref in refs)
@@ -266,8 +266,16 @@ def _bundle(prepared: Prepared, run_dir: RunDir) -> str:
     plan_line = prepared.plan_line(f"data {bytes_text(staged)}, {'staged' if new else 'staged before'}")
     spec.update(plan_line=plan_line, bundle_bytes=size)
     spec["times"]["bundled"] = time.time()
-    run_dir.write_spec(spec)
+    _write_spec(run_dir, spec)
     return plan_line
+
+
+def _write_spec(run_dir: RunDir, spec: dict[str, Any]) -> None:
+    try:
+        run_dir.write_spec(spec)
+    except OSError as error:
+        message = f"writing to {run_dir.path} failed: {error.strerror}; free some space with nbddp.prune(), or choose another place with --run-root"
+        raise BundleError(message) from error
 
 
 def _spec(prepared: Prepared, run_dir: RunDir) -> dict[str, Any]:
@@ -349,5 +357,5 @@ class _Watch:
         card = self._run.card()
         with contextlib.suppress(OSError):  # the disk is full, or the directory was deleted: the notebook has it all the same
             card.save(self._run.files.card)
-            release_data(self._run.files.root)  # what only the run before this one needed
+            release_data(self._run.files.root, wait=False)  # what only the run before this one needed
         self._view.finish(card)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,98 +21,96 @@ from nbddp.rundir import RunDir, release_data
 
 if TYPE_CHECKING:
     from nbddp.launch.order import Order
-    from nbddp.launch.standby import Supervisor
+    from nbddp.launch.standby import Template
 
 _GONE_S = 2.0
 _POLL_S = 0.02
+_FORK_S = 0.5
 standby = Standby()
 """This kernel's."""
-_supervised: set[Supervised] = set()
-"""Runs that this kernel launched and that go on: the end of their pipe would look like the end of the kernel."""
 
 
 class Supervised:
-    """A run that this kernel launched."""
+    """A run that this kernel ordered from a standby."""
 
-    def __init__(self, run: RunDir, supervisor: Supervisor) -> None:
+    def __init__(self, run: RunDir, template: Template) -> None:
         self.run = run
-        self._supervisor = supervisor
-        _supervised.add(self)
+        self._template = template
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
-        return self._supervisor.process
+    def process(self) -> ProcessId | None:
+        """The run's supervisor; None until it has taken the run over."""
+        owner = self.run.supervisor()
+        return None if owner is None else owner[1]
 
     def alive(self) -> bool:
-        """Whether the supervisor runs."""
-        if self.process.poll() is None:
-            return True
-        self._release()
-        return False
+        """Whether something works on the run."""
+        process = self.process
+        if process is not None:
+            return process.alive()
+        return self._template.alive() and self.run.read_result() is None and self.run.path.is_dir()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the supervisor's end and return its exit code.
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the supervisor's end.
 
         Raises:
             TimeoutError: after `timeout` seconds.
         """
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            message = f"{self.run.id} goes on after {timeout} s"
-            raise TimeoutError(message) from None
-        self._release()
-        return code
-
-    def _release(self) -> None:
-        if self in _supervised:
-            _supervised.discard(self)
-            self._supervisor.release()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.alive():
+            if deadline is not None and time.monotonic() >= deadline:
+                message = f"{self.run.id} goes on after {timeout} s"
+                raise TimeoutError(message)
+            time.sleep(_POLL_S)
 
     def terminate(self) -> None:
         """Have the supervisor end its ranks: SIGTERM to them, and SIGKILL after 1.5 s."""
-        if self.alive():
-            self.process.send_signal(signal.SIGTERM)
+        self._send(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to the supervisor and everything that it started."""
-        if self.alive():
-            self.process.kill()
+        self._send(signal.SIGKILL)
         kill_run(self.run)
+
+    def _send(self, number: signal.Signals) -> None:
+        """Signal the supervisor. Where there is none yet, the standby is ended before it forks one; one that it has just forked is waited for."""
+        process = self.process
+        if process is None:
+            self._template.end()
+            deadline = time.monotonic() + _FORK_S
+            while (process := self.process) is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        if process is not None:
+            process.send(number)
 
     def settle(self) -> dict[str, Any] | None:
         """The run's result; None while it goes on. Where the supervisor ended without one, it is written here."""
         if self.alive():
             return self.run.read_result()
-        if self.run.read_result() is None and self.run.supervisor() is None and self.run.asked() == "stop":
-            _conclude(self.run, Progress(stop_reason="killed"), "stopped", None)
         if self.run.read_result() is None and self.run.supervisor() is None:
-            tail = "\n".join(self._supervisor.stderr_tail())
-            fail(
-                self.run, Failure("LaunchError", f"the supervisor ended with exit code {self.process.returncode} before it took the run over\n{tail}".rstrip())
-            )
-        code = self.process.returncode
-        return settle(self.run, number=-code if code < 0 else None)
+            if self.run.asked() == "stop":
+                return _conclude(self.run, Progress(stop_reason="killed"), "stopped", None)
+            tail = "\n".join(self._template.stderr_tail())
+            message = f"the standby ended with exit code {self._template.process.returncode} before it started the run\n{tail}".rstrip()
+            return fail(self.run, Failure("LaunchError", message))
+        return settle(self.run)
 
 
 def launch(run: RunDir, order: Order, standby: Standby = standby) -> Supervised:
-    """Hand a run, whose spec and bundle are written, to a supervisor; returns as soon as that has been told.
+    """Have a run started whose spec and bundle are written; returns as soon as that has been told.
 
     Raises:
-        LaunchError: where no supervisor could be started; the run has failed then.
+        LaunchError: where no standby could be started; the run has failed then.
     """
-    tail: list[str] = []
-    for _ in range(2):  # one that waited may have ended since it was last looked at
-        try:
-            supervisor = standby.take()
-        except OSError as error:
-            tail = [f"{type(error).__name__}: {error}"]
-            break
-        if supervisor.order(order.to_line()):
-            return Supervised(run, supervisor)
-        supervisor.end()
-        tail = supervisor.stderr_tail()
-    message = "\n".join(["no supervisor could be started", *tail])
+    try:
+        for _ in range(2):  # one that waited may have ended since it was last looked at
+            template = standby.order(run, order.to_line())
+            if template is not None:
+                return Supervised(run, template)
+        reason = "it ended before it could be told"
+    except OSError as error:
+        reason = f"{type(error).__name__}: {error}"
+    message = f"no standby could be started\n{reason}"
     fail(run, Failure("LaunchError", message))
     raise LaunchError(message)
 

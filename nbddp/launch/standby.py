@@ -1,4 +1,4 @@
-"""The warm standby: a supervisor that has imported torch and started its fork server before it is asked.
+"""The warm standby: a process that has imported torch and forks the supervisor of each run, so that a run starts at once however soon it comes.
 
 Runs in the kernel; imports neither torch nor Jupyter. Starting one takes milliseconds and prints nothing.
 """
@@ -14,10 +14,12 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from nbddp.launch.scratch import remove_scratch
 from nbddp.process import ProcessId
+
+if TYPE_CHECKING:
+    from nbddp.rundir import RunDir
 
 ENTRY = "nbddp.worker.main:entry"
 _BOOT = Path(__file__).parent / "boot"
@@ -32,8 +34,8 @@ def fingerprint() -> tuple[str, frozenset[tuple[str, str]]]:
     return sys.executable, frozenset((name, value) for name, value in os.environ.items() if name.startswith(_FINGERPRINT))
 
 
-class Supervisor:
-    """A supervisor process that this kernel started; it has no order yet, or carries one out."""
+class Template:
+    """The standby process that this kernel started. Orders are lines on its stdin; it ends at the end of that, or when it is told to."""
 
     def __init__(self, *, niced: bool, entry: str) -> None:
         kernel = ProcessId.current()
@@ -59,20 +61,20 @@ class Supervisor:
         except OSError:
             self._stderr.close()
             raise
-        self.identity = ProcessId.of(self.process.pid) or ProcessId(self.process.pid, -1)
 
     def alive(self) -> bool:
+        """Whether it runs."""
         return self.process.poll() is None
 
     def order(self, line: bytes) -> bool:
-        """Write the order; return False where the supervisor is gone already."""
+        """Write an order; return False where the process is gone already."""
         if self.process.stdin is None:
-            message = "a supervisor is started with a pipe"
+            message = "a standby is started with a pipe"
             raise AssertionError(message)
         try:
             self.process.stdin.write(line)
             self.process.stdin.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # gone, or closed
             return False
         except BaseException:  # an interrupt in the middle of the line, which no other order could follow
             self.end()
@@ -80,16 +82,22 @@ class Supervisor:
         return True
 
     def stderr_tail(self) -> list[str]:
-        """The last lines that it printed before it had an order."""
+        """The last lines that it printed."""
         if not self._stderr.closed:
             size = os.fstat(self._stderr.fileno()).st_size
             text = os.pread(self._stderr.fileno(), 1 << 14, max(0, size - (1 << 14))).decode("utf-8", "replace")
             self._tail = text.rstrip().splitlines()[-_STDERR_LINES:]
         return self._tail
 
+    def retire(self) -> None:
+        """Let it end by itself once it has carried out the orders that it was given."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):  # an unfinished line can't be flushed to a process that is gone
+                self.process.stdin.close()
+
     def end(self) -> None:
-        """End it and what it started: at once while it has no order."""
-        self._close_stdin()
+        """End it now. Supervisors that it has forked go on."""
+        self.retire()
         if self.alive():
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -97,57 +105,50 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.release()
-
-    def release(self) -> None:
-        """Once it has ended: close what is open for it, and remove what it may have left."""
-        self._close_stdin()
         self.stderr_tail()
         self._stderr.close()
-        remove_scratch(self.identity)
-
-    def _close_stdin(self) -> None:
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # an unfinished line can't be flushed to a process that is gone
-                self.process.stdin.close()
 
 
 class Standby:
-    """At most one supervisor without an order. From any thread; in a forked child of the kernel it begins anew and leaves the kernel's alone."""
+    """At most one process that waits for orders. From any thread; in a forked child of the kernel it begins anew and leaves the kernel's alone."""
 
     def __init__(self, *, entry: str = ENTRY) -> None:
         self._entry = entry
         self._lock = threading.Lock()
-        self._supervisor: Supervisor | None = None
+        self._template: Template | None = None
+        self._ordered: list[tuple[Template, RunDir]] = []
         self._owner = os.getpid()
         self._registered = False
 
     @property
-    def supervisor(self) -> Supervisor | None:
-        """The supervisor that waits, if there is one."""
-        return self._supervisor if self._owner == os.getpid() else None
+    def template(self) -> Template | None:
+        """The process that waits, if there is one."""
+        return self._template if self._owner == os.getpid() else None
 
     def warm(self, *, niced: bool = False) -> None:
-        """Start a supervisor in the background unless a fitting one waits; `niced` where other work goes on. ``NBDDP_WARM=0`` turns this off."""
+        """Start one in the background unless a fitting one waits; `niced` where other work goes on. ``NBDDP_WARM=0`` turns this off."""
         if os.environ.get("NBDDP_WARM") == "0":
             return
         self._adopt()
         with self._lock:
-            if not self._fits():
-                self._discard()
-                self._supervisor = self._start(niced=niced)
+            self._fitting(niced=niced)
 
-    def take(self) -> Supervisor:
-        """Hand out the supervisor that waits, or a new one."""
+    def order(self, run: RunDir, line: bytes) -> Template | None:
+        """Have the run started; return the process that was told, None where it was gone already."""
         self._adopt()
         with self._lock:
-            if not self._fits():
+            template = self._fitting(niced=False)
+            if not template.order(line):
                 self._discard()
-            supervisor, self._supervisor = self._supervisor, None
-            return supervisor or self._start(niced=False)
+                return None
+            self._ordered.append((template, run))
+            if os.environ.get("NBDDP_WARM") == "0":
+                template.retire()
+                self._template = None
+            return template
 
     def close(self) -> None:
-        """End the supervisor that waits; a kernel does so at its exit."""
+        """End the process that waits; a kernel does so at its exit. Runs that were ordered from it are still started."""
         self._adopt()
         with self._lock:
             self._discard()
@@ -155,19 +156,26 @@ class Standby:
     def _adopt(self) -> None:
         """Forget, in a forked child, what belongs to the kernel."""
         if self._owner != os.getpid():
-            self._owner, self._lock, self._supervisor, self._registered = os.getpid(), threading.Lock(), None, False
+            self._owner, self._lock, self._template, self._ordered, self._registered = os.getpid(), threading.Lock(), None, [], False
 
-    def _fits(self) -> bool:
-        waiting = self._supervisor
-        return waiting is not None and waiting.alive() and waiting.fingerprint == fingerprint()
+    def _fitting(self, *, niced: bool) -> Template:
+        """The process that waits, or a new one where there is none, or it is dead, or the environment has changed since it was started."""
+        waiting = self._template
+        if waiting is not None and not (waiting.alive() and waiting.fingerprint == fingerprint()):
+            self._discard()
+        if self._template is None:
+            if not self._registered:
+                atexit.register(self.close)
+                self._registered = True
+            self._template = Template(niced=niced, entry=self._entry)
+        return self._template
 
     def _discard(self) -> None:
-        if self._supervisor is not None:
-            self._supervisor.end()
-            self._supervisor = None
-
-    def _start(self, *, niced: bool) -> Supervisor:
-        if not self._registered:
-            atexit.register(self.close)
-            self._registered = True
-        return Supervisor(niced=niced, entry=self._entry)
+        template, self._template = self._template, None
+        if template is None:
+            return
+        self._ordered = [(told, run) for told, run in self._ordered if run.supervisor() is None and run.read_result() is None]
+        if template.alive() and any(told is template for told, _ in self._ordered):
+            template.retire()  # it may still be importing: it carries out what it was told, and then ends
+        else:
+            template.end()

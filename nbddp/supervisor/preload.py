@@ -1,26 +1,20 @@
-"""What the fork server imports before it forks a rank. Runs in the fork server only: importing it ties the process to its parent.
+"""What the standby imports before it forks: everything that supervisors and ranks need. Runs in the standby.
 
-The imports are niced where the run at hand should not feel them, in a thread of their own: only a privileged process may take niceness back, and the
-ranks inherit that of the fork server's main thread.
+The imports are niced where the work at hand should not feel them, in a thread of their own: only a privileged process may take niceness back, and what
+is forked inherits that of the main thread.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from importlib import import_module
 
-from nbddp.deathguard import die_with_parent
-
-PARENT = "NBDDP_SUPERVISOR"
-NICED = "NBDDP_NICED"
-ENTRY_MODULE = "NBDDP_ENTRY_MODULE"
 NICENESS = 10
 
 
 def import_all(entry_module: str, *, niced: bool) -> None:
-    """Import what supervisor and ranks need."""
+    """Import what supervisor and ranks need; afterwards this process has no thread of ours but the main one."""
     if not niced:
         _import(entry_module)
         return
@@ -41,13 +35,5 @@ def import_all(entry_module: str, *, niced: bool) -> None:
 
 
 def _import(entry_module: str) -> None:
-    for name in ("torch.distributed", "torch.nn.parallel", "nbddp.config", "nbddp.supervisor.group", "nbddp.supervisor.watch", entry_module):
+    for name in ("torch.distributed", "torch.nn.parallel", "nbddp.config", "nbddp.supervisor.group", "nbddp.supervisor.watch", "nbddp.supervisor.main", entry_module):
         import_module(name)
-
-
-if PARENT in os.environ:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    die_with_parent(int(os.environ.pop(PARENT)))
-    for name in ("PYTHONPATH", "NBDDP_SYS_PATH"):  # the supervisor's, and no business of a rank's children
-        os.environ.pop(name, None)
-    import_all(os.environ.pop(ENTRY_MODULE), niced=os.environ.pop(NICED, "") == "1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # re-exported where torch was built with distributed
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 HOST = "127.0.0.1"
@@ -19,7 +19,7 @@ class LoopbackRendezvous(RendezvousHandler):
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._closed = False
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
         return "nbddp"
@@ -34,7 +34,7 @@ class LoopbackRendezvous(RendezvousHandler):
         listener.listen(128)
         port = listener.getsockname()[1]
         # The store takes the descriptor over and closes it.
-        self._store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach())
+        self._store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach())
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(HOST, port))
 
     def is_closed(self) -> bool:

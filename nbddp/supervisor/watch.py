@@ -171,7 +171,7 @@ class Watch(threading.Thread):
     def _watch_kernel(self, now: float) -> None:
         if self._order.on_kernel_exit == "continue":
             return
-        if self._kernel_gone is None and (self._signals.kernel_closed.is_set() or not self._order.kernel.alive()):
+        if self._kernel_gone is None and not self._order.kernel.alive():
             self._kernel_gone = now
             if self._run_dir.asked() is None:
                 self._run_dir.ask("stop")

@@ -187,8 +187,9 @@ class Training:
         """What is due by the number of steps, within an epoch."""
         step = self._progress.step
         better = self._val_every.at_step(step) and self._validate()
+        self._heed()
         due = self._due or self._saver.at_step(step)
-        if (better or due) and not self._progress.stopped:
+        if better or due:
             self._save(best=better, last=due)
 
     def _heed(self) -> None:
@@ -226,7 +227,10 @@ class Training:
         ends = self._over() or progress.epochs_done + whole == self._context.plan.epochs
         wanted = ends or self._val_every.at_step(progress.step) or (whole and self._val_every.at_epoch(progress.epoch))
         better = wanted and self._validate()
-        if self._progress.stopped:  # by what the validation heard
+        complete = not wanted or self._validation is None or self._validated_at == progress.step
+        self._done = ends and complete
+        self._heed()
+        if not complete:
             return
         if self._context.plan.monitor == "loss":
             better = self._monitor({"loss": means.loss})
@@ -234,26 +238,23 @@ class Training:
             progress.epochs_done += 1
             self._scheduler.after_epoch(self._fresh)
             self._fresh = None
-        self._done = ends
         due = self._due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._old_enough))
         if better or due:
             self._save(best=better, last=due or ends)
 
     def _validate(self) -> bool:
-        """Validate unless these weights were validated already; return whether they are the best so far."""
+        """Validate unless these weights were validated already; return whether they are the best so far, which those of a validation left early are not."""
         progress = self._progress
         if self._validation is None or self._validated_at == progress.step:
             return False
-        self._validated_at = progress.step
         self._telemetry.flush()
         self._phase("validation")
         began = time.monotonic()
         values = self._validation.run(progress.epoch, self._tick_in_validation)
         self._phase("training")
         if values is None:
-            self._heed()
             return False
-        self._values = values
+        self._values, self._validated_at = values, progress.step
         if self._context.ranks.rank == 0:
             self._context.events.emit("validation", values=values, duration_s=time.monotonic() - began, **self._at())
             shown = "   ".join(f"{name}: {value:.4f}" for name, value in values.items())

@@ -6,6 +6,7 @@ traitlets or zmq.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -23,6 +24,7 @@ from nbddp import bundle, checkpoint
 from nbddp.config import TrainConfig
 from nbddp.deathguard import die_with_parent
 from nbddp.events import EventWriter
+from nbddp.failure import CANNOT_WRITE
 from nbddp.planning import Plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
@@ -53,14 +55,21 @@ def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
     try:
         _work(run, rank, events, position, cells)
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: whatever ends it is written down, SystemExit included
-        record = failure_record(error, cells, position.phase)
+        _leave(failure_record(error, cells, position.phase), events)
+    events.close()
+
+
+def _leave(record: dict[str, Any], events: EventWriter) -> NoReturn:
+    """Write down why, and end at once: the group is broken, nothing of it can be left in order, and atexit handlers could wait for it."""
+    code = CANNOT_WRITE
+    with contextlib.suppress(OSError):  # a full disk: then at least the exit code says it
         events.emit("failed", **record)
+        code = 1
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(record["traceback"] + "\n")
         sys.stderr.flush()
-        events.close()
-        os._exit(1)  # the group is broken: nothing of it can be left in order, and atexit handlers could wait for it
-    events.close()
+    os._exit(code)
 
 
 def _install_environment(environment: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from nbddp.launch.local import Supervised, kill_run, settle, terminate_run
 from nbddp.launch.stacks import stacks
 from support import processes
 from support.supervised import make_run
-from support.supervision import result_of, stepping, until
+from support.supervision import result_of, stepping, supervisor_of, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,9 +133,9 @@ def test_kill_the_supervisor(start: Callable[..., Supervised]) -> None:
     supervised = start("go_on")
     ranks = stepping(supervised.run)
     began = time.monotonic()
-    supervised.process.kill()
+    supervisor_of(supervised).send(signal.SIGKILL)
     supervised.wait(5)
-    until(lambda: not processes.of_session(supervised.process.pid), 1.0)
+    until(lambda: not processes.of_session(supervisor_of(supervised).pid), 1.0)
     assert not any(rank.alive() for rank in ranks)
     error = result_of(supervised, since=began)["error"]
     assert (error["kind"], error["rank"], error["signal"]) == ("WorkerLost", None, 9)

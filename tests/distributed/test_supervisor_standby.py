@@ -22,12 +22,12 @@ from nbddp.errors import LaunchError
 from nbddp.launch.local import Supervised, launch, settle
 from nbddp.launch.order import Order
 from nbddp.launch.scratch import make_scratch, remove_scratch, scratch
-from nbddp.launch.standby import Standby, Supervisor
+from nbddp.launch.standby import Standby, Template
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
 from support import processes
 from support.supervised import ENTRY, make_order, make_run
-from support.supervision import result_of, stepping, until
+from support.supervision import result_of, stepping, supervisor_of, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,20 +39,22 @@ def events(run: RunDir, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.rank_events(rank, 0).read_text().splitlines()]
 
 
-def waiting(standby: Standby) -> Supervisor:
-    supervisor = standby.supervisor
-    assert supervisor is not None
-    return supervisor
+def waiting(standby: Standby) -> Template:
+    template = standby.template
+    assert template is not None
+    return template
 
 
-def fork_server_of(supervisor: Supervisor) -> psutil.Process:
-    """Wait until it has started."""
+def warmed(template: Template) -> Template:
+    """Wait until it has imported everything and waits for orders: then it looks after its children."""
 
-    def started() -> list[psutil.Process]:
-        return [child for child in psutil.Process(supervisor.process.pid).children() if "forkserver" in " ".join(child.cmdline())]
+    def ready() -> bool:
+        status = Path(f"/proc/{template.process.pid}/status").read_text()
+        caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+        return bool(caught >> (signal.SIGCHLD - 1) & 1)
 
-    found: list[psutil.Process] = until(started)
-    return found[0]
+    until(ready)
+    return template
 
 
 def threads_of(pid: int) -> list[int]:
@@ -76,22 +78,20 @@ def test_warming_returns_at_once_and_starts_one(standby: Standby) -> None:
 
 
 def test_closing_ends_it_at_once(standby: Standby) -> None:
-    supervisor = waiting(standby)
-    until(lambda: psutil.Process(supervisor.process.pid).children())
+    template = waiting(standby)
     began = time.monotonic()
     standby.close()
-    left = processes.gone(lambda: processes.of_session(supervisor.process.pid), 1.0)
+    left = processes.gone(lambda: processes.of_session(template.process.pid), 1.0)
     assert not left, processes.describe(left)
     assert time.monotonic() - began < 1.5
-    assert standby.supervisor is None
-    assert not scratch(supervisor.identity).exists()
+    assert standby.template is None
 
 
 def test_warming_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NBDDP_WARM", "0")
     standby = Standby(entry=ENTRY)
     standby.warm()
-    assert standby.supervisor is None
+    assert standby.template is None
     run = make_run(tmp_path)
     assert result_of(launch(run, make_order(run, "finish"), standby), 20)["state"] == "finished"
     standby.close()
@@ -102,7 +102,7 @@ def test_a_standby_that_no_longer_fits_is_replaced(standby: Standby, monkeypatch
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     run = make_run(tmp_path)
     supervised = launch(run, make_order(run, "describe"), standby)
-    assert supervised.process is not stale.process
+    assert waiting(standby) is not stale
     assert not stale.alive()
     assert described(run, 0)["env"]["OMP_NUM_THREADS"] == "4"  # the user's goes before the plan's
     run.ask("stop")
@@ -123,21 +123,21 @@ def test_a_dead_standby_is_replaced(standby: Standby, tmp_path: Path) -> None:
 
 def test_a_standby_that_dies_as_it_gets_the_order(standby: Standby, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at it was too early: the pipe is broken."""
-    supervisor = waiting(standby)
-    supervisor.process.kill()
-    until(lambda: ProcessId.of(supervisor.process.pid) is not None and not supervisor.identity.alive())
-    monkeypatch.setattr(supervisor, "alive", lambda: True)
+    template = waiting(standby)
+    template.process.kill()
+    template.process.wait()
+    monkeypatch.setattr(template, "alive", lambda: True)
     run = make_run(tmp_path)
     supervised = launch(run, make_order(run, "finish"), standby)
-    monkeypatch.undo()
+    assert waiting(standby) is not template
     assert result_of(supervised, 20)["state"] == "finished"
-    supervisor.end()
 
 
 def test_a_supervisor_that_cannot_start(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    supervised = launch(run, make_order(run, "finish"), Standby(entry="support.no_such_module:entry"))
-    result = result_of(supervised, 20)
+    standby = Standby(entry="support.no_such_module:entry")
+    result = result_of(launch(run, make_order(run, "finish"), standby), 20)
+    standby.close()
     assert (result["state"], result["error"]["kind"]) == ("failed", "LaunchError")
     assert "No module named 'support.no_such_module'" in result["error"]["message"]
     assert not run.bundle.exists()
@@ -146,17 +146,16 @@ def test_a_supervisor_that_cannot_start(tmp_path: Path) -> None:
 def test_no_interpreter_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     run = make_run(tmp_path)
-    with pytest.raises(LaunchError, match="no supervisor could be started\nFileNotFoundError"):
+    with pytest.raises(LaunchError, match="no standby could be started\nFileNotFoundError"):
         launch(run, make_order(run, "finish"), Standby(entry=ENTRY))
     assert settle(run) == run.read_result()
 
 
-def test_a_supervisor_ends_over_an_unreadable_order(standby: Standby, tmp_path: Path) -> None:
-    supervisor = standby.take()
-    assert supervisor.order(b'{"run_dir": 1, "kernel": null}\n')
+def test_a_standby_ends_over_an_unreadable_order(standby: Standby, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    result = result_of(Supervised(run, supervisor), 20)
-    assert "not an order" in result["error"]["message"]
+    template = standby.order(run, b'{"run_dir": 1, "kernel": null}\n')
+    assert template is not None
+    assert "not an order" in result_of(Supervised(run, template), 20)["error"]["message"]
 
 
 def test_a_run_without_a_spec(standby: Standby, tmp_path: Path) -> None:
@@ -166,10 +165,52 @@ def test_a_run_without_a_spec(standby: Standby, tmp_path: Path) -> None:
     assert (error["kind"], "spec.json can't be read" in error["message"]) == ("LaunchError", True)
 
 
-def test_a_fork_server_that_ended_before_the_order(standby: Standby) -> None:
-    supervisor = waiting(standby)
-    fork_server_of(supervisor).kill()
-    until(lambda: not supervisor.alive())  # so that the next launch finds it dead and starts another
+def test_one_run_right_after_the_other_and_two_at_once(standby: Standby, tmp_path: Path) -> None:
+    """From one standby, which has imported torch once."""
+    template = warmed(waiting(standby))
+    for _ in range(2):
+        run = make_run(tmp_path)
+        supervised = launch(run, make_order(run, "finish"), standby)
+        assert result_of(supervised)["state"] == "finished"
+    runs = [make_run(tmp_path) for _ in range(2)]
+    both = [launch(run, make_order(run, "go_on"), standby) for run in runs]
+    for run in runs:
+        stepping(run)
+    assert supervisor_of(both[0]) != supervisor_of(both[1])
+    for run in runs:
+        run.ask("stop")
+    assert [result_of(supervised)["state"] for supervised in both] == ["stopped", "stopped"]
+    assert waiting(standby) is template
+    assert template.alive()
+
+
+def test_a_run_goes_on_without_its_standby(standby: Standby, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    supervised = launch(run, make_order(run, "go_on"), standby)
+    stepping(run)
+    waiting(standby).process.kill()
+    waiting(standby).process.wait()
+    seen = len(events(run, 0))
+    until(lambda: len(events(run, 0)) > seen + 5)
+    run.ask("stop")
+    assert result_of(supervised)["state"] == "stopped"
+
+
+def test_an_order_is_carried_out_although_the_standby_is_closed_while_it_imports(tmp_path: Path) -> None:
+    standby = Standby(entry=ENTRY)
+    run = make_run(tmp_path)
+    supervised = launch(run, make_order(run, "finish"), standby)
+    standby.close()
+    assert result_of(supervised, 20)["state"] == "finished"
+
+
+def test_a_supervisor_that_cannot_take_the_run_over(standby: Standby, tmp_path: Path) -> None:
+    """The standby says so: the kernel sees neither its start nor its end."""
+    run = make_run(tmp_path)
+    for path in (run.log(None), run.path / "supervisor.json"):
+        path.mkdir()
+    result = result_of(launch(run, make_order(run, "finish"), standby), 20)
+    assert (result["error"]["kind"], "before it took the run over" in result["error"]["message"]) == ("LaunchError", True)
 
 
 def test_names_and_values_that_are_not_utf8() -> None:
@@ -182,13 +223,8 @@ def test_names_and_values_that_are_not_utf8() -> None:
 def test_niced_imports_leave_ranks_at_normal_priority(tmp_path: Path) -> None:
     standby = Standby(entry=ENTRY)
     standby.warm(niced=True)
-    supervisor = waiting(standby)
-
-    def niced_threads() -> list[int]:
-        with_children = [supervisor.process.pid, *(child.pid for child in psutil.Process(supervisor.process.pid).children())]
-        return [pid for pid in with_children for thread in threads_of(pid) if os.getpriority(os.PRIO_PROCESS, thread) == 10]
-
-    until(lambda: len(set(niced_threads())) == 2)  # supervisor and fork server import
+    template = waiting(standby)
+    until(lambda: 10 in {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads_of(template.process.pid)})
     run = make_run(tmp_path)
     supervised = launch(run, make_order(run, "describe"), standby)
     assert [described(run, rank)["nice"] for rank in (0, 1)] == [0, 0]
@@ -257,7 +293,7 @@ def test_the_environment_reaches_ranks_and_no_file(standby: Standby, tmp_path: P
         assert (environment["RANK"], environment["WORLD_SIZE"], environment["OMP_NUM_THREADS"]) == (str(rank), "2", "1")
         assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
     stepping(run)
-    folders = [tmp_path, scratch(ProcessId.of(supervised.process.pid) or ProcessId(0, 0))]
+    folders = [tmp_path, scratch(supervisor_of(supervised))]
     assert folders[1].is_dir()
     run.ask("stop")
     assert result_of(supervised)["state"] == "stopped"
@@ -269,7 +305,7 @@ def test_nothing_listens_beyond_loopback(standby: Standby, tmp_path: Path) -> No
     run = make_run(tmp_path)
     supervised = launch(run, make_order(run, "go_on"), standby)
     stepping(run)
-    pids = {process.pid for process in processes.of_session(supervised.process.pid)}
+    pids = {process.pid for process in processes.of_session(supervisor_of(supervised).pid)}
     assert len(pids) >= 4  # supervisor, fork server, two ranks
     lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout.splitlines()
     ours = [line for line in lines if pids & {int(pid) for pid in re.findall(r"pid=(\d+)", line)}]
@@ -310,8 +346,9 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets(tmp_path: Path, m
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
-    run = make_run(tmp_path)
-    assert result_of(launch(run, make_order(run, "finish"), Standby(entry=ENTRY)), 20)["state"] == "finished"
+    run, standby = make_run(tmp_path), Standby(entry=ENTRY)
+    assert result_of(launch(run, make_order(run, "finish"), standby), 20)["state"] == "finished"
+    standby.close()
 
 
 def test_folders_of_supervisors_that_are_gone_are_removed(dead: ProcessId) -> None:
@@ -407,7 +444,7 @@ def test_kernel_and_supervisor_killed(kernel: Callable[..., Any]) -> None:
 
 
 def test_an_orderly_exit_of_the_kernel_ends_its_standby(tmp_path: Path) -> None:
-    program = "from nbddp.launch.standby import Standby; s = Standby(); s.warm(); print(s.supervisor.process.pid)"
+    program = "from nbddp.launch.standby import Standby; s = Standby(); s.warm(); print(s.template.process.pid)"
     path = str(Path(nbddp.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True, env={**os.environ, "PYTHONPATH": path})
     assert done.stderr == ""
@@ -415,21 +452,21 @@ def test_an_orderly_exit_of_the_kernel_ends_its_standby(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_leaves_the_standby_alone(standby: Standby) -> None:
-    supervisor = waiting(standby)
+    template = waiting(standby)
     # In a thread-free process this is safe; the child does what its atexit would do.
     assert threading.active_count() == 1
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            before = standby.supervisor
+            before = standby.template
             standby.close()
             code = 0 if before is None else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert supervisor.alive()
-    assert waiting(standby) is supervisor
+    assert template.alive()
+    assert waiting(standby) is template
 
 
 def test_what_a_supervisor_makes_of_a_lost_run_directory(standby: Standby, tmp_path: Path) -> None:
@@ -440,5 +477,4 @@ def test_what_a_supervisor_makes_of_a_lost_run_directory(standby: Standby, tmp_p
         path.rmdir() if path.is_dir() else path.unlink()
     run.path.rmdir()
     supervised = launch(run, order, standby)
-    supervised.wait(20)
-    gone(supervised.process.pid, 1)
+    until(lambda: not psutil.Process(waiting(standby).process.pid).children())

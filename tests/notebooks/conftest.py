@@ -51,7 +51,7 @@ def run_files(root="nbddp_runs"):
 
 def standby_pid():
     from nbddp.launch.local import standby
-    return standby.supervisor and standby.supervisor.process.pid
+    return standby.template and standby.template.process.pid
 
 def in_order(*tensors, size=16):
     return list(zip(*(tensor.split(size) for tensor in tensors)))
@@ -73,16 +73,16 @@ def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
 
 @pytest.fixture
 def nb(shared_kernel: Notebook) -> Iterator[Notebook]:
-    """The module's kernel; fails a test whose runs leave a process behind. The supervisor that waits for the next cell may be there."""
+    """The module's kernel; fails a test whose runs leave a process behind. The standby may be there."""
     yield shared_kernel
     left = processes.gone(lambda: shared_kernel.processes() - _at_rest(shared_kernel), RUN_ENDS_S)
     assert not left, f"a run left behind\n{processes.describe(left)}"
 
 
 def _at_rest(nb: Notebook) -> processes.Processes:
-    """The kernel itself, and its standby with what belongs to that."""
+    """The kernel itself, and its standby; a supervisor that the standby forked is not at rest."""
     found = {psutil.Process(nb.kernel_pid)}
     standby = nb.eval("standby_pid()")
     if standby is not None and psutil.pid_exists(standby):
-        found |= {psutil.Process(standby), *psutil.Process(standby).children(recursive=True)}
+        found.add(psutil.Process(standby))
     return found

@@ -16,8 +16,14 @@ features = torch.randn(512, 8)
 labels = features[:, :4].argmax(1)
 samples, held_out = TensorDataset(features, labels), TensorDataset(features[:128], labels[:128])
 
-def make_net():
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    def forward(self, x):
+        return self.layers(x)
+
+make_net = Net
 
 def accuracy(model):
     with torch.no_grad():
@@ -73,4 +79,5 @@ def start(nb: Notebook, line: str, body: str = STEP, *, until: str | None = "ste
 def run_folders(nb: Notebook) -> list[Path]:
     """The run directories beside the notebook, oldest first."""
     root = nb.folder / "nbddp_runs"
-    return sorted(path for path in root.iterdir() if path.name[0] == "2") if root.is_dir() else []
+    found = [path for path in root.iterdir() if path.name[0] == "2"] if root.is_dir() else []
+    return sorted(found, key=lambda path: (path.name[:15], path.name[-4:]))

@@ -253,14 +253,20 @@ def kernel_main(root: str, do: str, on_kernel_exit: OnKernelExit, *, fork: bool)
     run = make_run(Path(root))
     supervised = launch(run, make_order(run, do, on_kernel_exit=on_kernel_exit), standby)
     standby.warm()
-    waiting = standby.supervisor
+    waiting = standby.template
     assert waiting is not None
     if fork and os.fork() == 0:
         time.sleep(15)
         os._exit(0)
-    sys.stdout.write(json.dumps({"run": str(run.path), "supervisor": supervised.process.pid, "standby": waiting.process.pid}) + "\n")
+    sys.stdout.write(json.dumps({"run": str(run.path), "supervisor": _supervisor(supervised), "standby": waiting.process.pid}) + "\n")
     sys.stdout.flush()
     signal.pause()
+
+
+def _supervisor(supervised: Any) -> int:
+    while supervised.process is None:
+        time.sleep(0.02)
+    return int(supervised.process.pid)
 
 
 if __name__ == "__main__":

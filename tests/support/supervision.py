@@ -36,12 +36,19 @@ def stepping(run: RunDir, nproc: int = 2) -> list[ProcessId]:
 def result_of(supervised: Supervised, within_s: float = LIMIT_S, since: float | None = None) -> dict[str, Any]:
     """The result, once the supervisor has ended in time; nothing of the run may be left a second later."""
     began = time.monotonic() if since is None else since
-    session = supervised.process.pid
     supervised.wait(60)
     assert time.monotonic() - began < within_s
     result = supervised.settle()
     assert result is not None
-    left = processes.gone(lambda: processes.of_session(session), 1.0)
-    assert not left, processes.describe(left)
-    assert not list(scratch(ProcessId(session, 0)).parent.glob(f"nbddp-{session}-*"))
+    if (supervisor := supervised.process) is not None:
+        left = processes.gone(lambda: processes.of_session(supervisor.pid), 1.0)
+        assert not left, processes.describe(left)
+        until(lambda: not scratch(supervisor).exists(), 1.0)
     return result
+
+
+def supervisor_of(supervised: Supervised) -> ProcessId:
+    """Wait until a supervisor has taken the run over, and return it."""
+    process = until(lambda: supervised.process)
+    assert isinstance(process, ProcessId)
+    return process

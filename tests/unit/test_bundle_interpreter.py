@@ -68,7 +68,7 @@ def test_precision_set_through_the_newer_switches_is_left_alone(monkeypatch):
     assert Path.cwd() == before[0]
 
 
-@pytest.mark.parametrize(("rank_device", "expected"), [("cuda:3", "cuda:3"), ("cpu", None), (None, None)])
+@pytest.mark.parametrize("rank_device,expected", [("cuda:3", "cuda:3"), ("cpu", None), (None, None)])
 def test_default_device_becomes_the_rank_s_own(monkeypatch, rank_device, expected):
     chosen = []
     monkeypatch.setattr(torch, "set_default_device", lambda device: chosen.append(str(device)))

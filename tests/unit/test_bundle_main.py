@@ -233,3 +233,53 @@ def test_model_is_rebuilt_in_a_kernel_without_touching_its_names(notebook):
     assert notebook["Net"].forward is forward
     assert model is not notebook["net"]
     assert model(notebook["x"]).tolist() == notebook["expected"].tolist()
+
+
+DEFINITIONS = {
+    "an autograd function": (
+        "class Double(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return x * 2\n"
+        "    @staticmethod\n    def backward(ctx, grad):\n        return grad * 7\n"
+        "def hook():\n    x = torch.ones(2, requires_grad=True)\n    Double.apply(x).sum().backward()\n    return x.grad.tolist()\n",
+        [7, 7],
+    ),
+    "a cached property": ("class A:\n    @functools.cached_property\n    def p(self):\n        return SCALE\ndef hook():\n    return A().p\n", 3),
+    "a frozen dataclass with slots": ("@dataclasses.dataclass(slots=True, frozen=True)\nclass D:\n    x: int = 3\nd = D()\ndef hook():\n    return d.x\n", 3),
+    "a generic dataset": ("class D(Dataset[int]):\n    def __len__(self):\n        return 2\nd = D()\ndef hook():\n    return len(d)\n", 2),
+    "classes that refer to each other": (
+        "class A:\n    def b(self):\n        return B()\nclass B(A):\n    pass\ndef hook():\n    return type(A().b()).__name__\n",
+        "B",
+    ),
+    "a decorated function": (
+        "@torch.no_grad()\ndef f(x):\n    return x * 2\ndef hook():\n    return f(torch.ones(1, requires_grad=True)).requires_grad\n",
+        False,
+    ),
+    "a coroutine function": ("import asyncio\nasync def f():\n    return 3\ndef hook():\n    return asyncio.run(f())\n", 3),
+    "IPython's own open": (
+        "from IPython.core.interactiveshell import _modified_open as open\nimport sys\n"
+        "def hook():\n    with open('/proc/self/status') as file:\n        return file.read(5), 'IPython' in sys.modules\n",
+        ["Name:", False],
+    ),
+    "a compiled module": (
+        "net = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend='eager'))\ndef hook():\n    return list(net(torch.ones(1, 2)).shape)\n",
+        [1, 2],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def defined(tmp_path_factory):
+    hooks = {}
+    notebook = None
+    for name, (source, _) in DEFINITIONS.items():
+        # A namespace for each, as bodies of cells have: the names of one are not those of another.
+        notebook = CellNotebook(tmp_path_factory.mktemp("definitions"))
+        notebook.cell(CELLS)
+        notebook.cell(source)
+        hooks[name] = notebook["hook"]
+    return notebook.ship(hooks=hooks).opened("result = {name: hook() for name, hook in loaded.hooks.items()}")
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_definition_works(defined, name):
+    assert defined[name] == DEFINITIONS[name][1]

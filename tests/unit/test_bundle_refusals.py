@@ -123,6 +123,12 @@ def test_scripted_modules_and_functions_are_refused(notebook):
     assert refused(notebook, hooks={"training_step": notebook["step"]}).startswith("training_step -> scripted: torch.ScriptFunction can't be sent")
 
 
+def test_compiled_function_is_refused(notebook):
+    notebook.cell("import torch\n@torch.compile(backend='eager')\ndef mse(x, y):\n    return (x - y).square().mean()\ndef loss(x, y):\n    return mse(x, y)\n")
+    text = refused(notebook, hooks={"loss": notebook["loss"]})
+    assert text == "loss -> mse: a function made by torch.compile can't be sent to another process; use the function that it was made from"
+
+
 def test_cached_activation_of_a_model_is_refused(notebook):
     net = torch.nn.Linear(2, 2)
     net.last = net(torch.ones(1, 2))

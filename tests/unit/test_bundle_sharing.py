@@ -29,7 +29,8 @@ def test_tied_weights_are_tied(notebook):
 net, h = loaded.model, loaded.hooks
 with __import__("torch").no_grad():
     net["enc"].weight[0] = 7
-result = [net["dec"].weight is net["enc"].weight, net["view"].weight[0].tolist(), h["weight"] is net["enc"].weight, h["net"] is net, h["fn"].__closure__[0].cell_contents is net]
+weight = net["enc"].weight
+result = [net["dec"].weight is weight, net["view"].weight[0].tolist(), h["weight"] is weight, h["net"] is net, h["fn"].__closure__[0].cell_contents is net]
 """
     hooks = {"weight": net.enc.weight, "net": net, "fn": (lambda net: lambda: net)(net)}
     assert notebook.ship(model=net, hooks=hooks).opened(program) == [True, [7, 7, 7], True, True, True]
@@ -44,7 +45,8 @@ def test_hooks_refer_to_the_data(notebook, data):
 train, h = loaded.datasets["train"], loaded.hooks
 x = train.dataset.tensors[0]
 x[5, 1] = -1
-result = [h["step"]()[0] is train, h["step"]()[1] is x, h["base"] is train.dataset, h["part"][0, 1].item(), float(h["as_array"][5, 0]), h["part"].data_ptr() - x.data_ptr()]
+same = [h["step"]()[0] is train, h["step"]()[1] is x, h["base"] is train.dataset]
+result = [*same, h["part"][0, 1].item(), float(h["as_array"][5, 0]), h["part"].data_ptr() - x.data_ptr()]
 """
     shipped = notebook.ship(train=train, hooks=hooks)
     assert shipped.opened(program) == [True, True, True, -1, -1, 2000]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
 import time
@@ -82,6 +84,48 @@ def test_only_what_was_staged_is_released(root):
     os.utime(run.data / ".old.pt.1-a.tmp", (0, time.time() - 7200))
     assert [path.name for path in release_data(root)] == [f"{DIGEST[::-1]}.pt"]
     assert {path.name for path in run.data.iterdir()} == {f"{DIGEST}.pt", "mnist.pt", ".fresh.pt.1-a.tmp", "notes.txt", ".lock"}
+
+
+def test_a_kernel_that_ends_needs_nothing_any_more(root):
+    run = RunDir.create(root, "net")
+    run.write_spec({"data": [{"hash": DIGEST}], "kernel": ProcessId.current().to_json(), "host": os.uname().nodename})
+    run.write_result({"state": "finished"})
+    staged = private_folder(run.data) / f"{DIGEST}.pt"
+    staged.touch()
+    assert release_data(root) == []
+    assert release_data(root, leaving=ProcessId.current()) == [staged]
+
+
+def test_nothing_is_released_while_another_kernel_stages(root):
+    data = private_folder(root / "data")
+    (data / f"{DIGEST}.pt").touch()
+    with data_lock(data):
+        with pytest.raises(BlockingIOError), data_lock(data, wait=False):
+            pass
+        assert release_data(root, wait=False) == []
+    assert release_data(root, wait=False) == [data / f"{DIGEST}.pt"]
+
+
+@pytest.mark.parametrize("number, works", [(errno.ENOLCK, True), (errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_does_without(root, monkeypatch, number, works):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    outcome = contextlib.nullcontext() if works else pytest.raises(OSError, match="Input/output error")
+    with outcome, data_lock(root / "data"):
+        pass
+
+
+def test_runs_are_listed_in_the_order_in_which_they_were_made(root):
+    made = []
+    for index in range(20):
+        made.append(RunDir.create(root, f"net {19 - index}").id)
+        began = time.time_ns()
+        while time.time_ns() - began < 1_000_000:  # an id tells milliseconds
+            pass
+    assert [run.id for run in run_dirs(root)] == made
+    assert made != sorted(made)
 
 
 def test_the_first_result_stands(root):
