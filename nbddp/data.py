@@ -292,8 +292,17 @@ class Batches:
                 yield (self._to_device(self._fetch(micro.indices)) if len(micro.indices) else None), micro
             return
         self._ahead.begin(micros)
-        for batch in self._loader:
+        batches = iter(self._loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError) as error:
+                message = "a loader worker ended while it sent a batch: killed, as for want of memory, or by os._exit; --num-workers 0 fetches in the rank itself"
+                raise RuntimeError(message) from error
             yield self._to_device(batch), self._ahead.arrived()
+            del batch  # else it would lie in memory while the next one is awaited
 
     def close(self) -> None:
         """End the loader workers."""

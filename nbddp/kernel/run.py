@@ -78,12 +78,14 @@ class Run:
     def error(self) -> NbddpError | None:
         """Why the run failed; None where it did not."""
         result = self._files.read_result()
+        error: NbddpError
         if result is None and self._follower.done.is_set() and not self.dir.is_dir():
-            return WorkerLost(f"the run directory {self.dir} was deleted while the run went on")
-        if result is None or not result.get("error"):
+            error = WorkerLost(f"the run directory {self.dir} was deleted while the run went on")
+        elif result is None or not result.get("error"):
             return None
-        failure = Failure.from_json(result["error"])
-        error = failure.to_exception(self.log(failure.rank).splitlines()[-LOG_TAIL:])
+        else:
+            failure = Failure.from_json(result["error"])
+            error = failure.to_exception(self.log(failure.rank).splitlines()[-LOG_TAIL:])
         if isinstance(error, RunFailed):
             error.run = self
         return error

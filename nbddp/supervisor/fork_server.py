@@ -29,7 +29,7 @@ def start_fork_server() -> ProcessId:
     """
     multiprocessing.resource_tracker.ensure_running()
     spawn = util.spawnv_passfds
-    util.spawnv_passfds = _fork  # multiprocessing has no other place to say how its server is started
+    util.spawnv_passfds = _fork  # type: ignore[assignment] # multiprocessing has no other place to say how its server is started
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -42,7 +42,7 @@ def start_fork_server() -> ProcessId:
     return process
 
 
-def _fork(_path: str, args: Sequence[str], passfds: Sequence[int]) -> int:
+def _fork(_path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
     """Do in a forked child what the command `python -c PROGRAM` would do in a new process."""
     supervisor = os.getpid()
     pid = os.fork()

@@ -42,7 +42,7 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self._group = _cgroup()
-        self._kills = self._count()
+        self.kills = self._count()
         self._resident: dict[int, int] = {}
         self._available = 0
 
@@ -64,5 +64,5 @@ class MemoryWatch:
         limit = _limit(self._group)
         figures = [f"rank {rank} held {size / _GIB:.1f} GiB" for rank, size in sorted(self._resident.items())]
         figures.append(f"{self._available / _GIB:.1f} of {total / _GIB:.1f} GiB were free" + (f", limit {limit / _GIB:.1f} GiB" if limit else ""))
-        cause = "the kernel's out-of-memory killer was at work" if self._count() > self._kills else SHORT_OF_MEMORY
+        cause = "the kernel's out-of-memory killer was at work" if self._count() > self.kills else SHORT_OF_MEMORY
         return f"{cause} ({', '.join(figures)}): use fewer ranks, smaller batches or fewer loader workers"

@@ -99,7 +99,8 @@ class Exits(Augmented):
 
 
 def test_a_worker_that_exits_ends_the_rank(training):
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
+    # torch tells it by a signal handler, which may find the rank anywhere, or the rank finds the connection cut.
+    with pytest.raises((RuntimeError, RankError), match=r"DataLoader worker \(pid.+\) exited unexpectedly|a loader worker ended while it sent a batch"):
         run(training, make=lambda: make(Exits))
 
 

@@ -215,7 +215,8 @@ def test_helper_module_is_found_after_a_change_of_directory(notebook, tmp_path, 
 
 def test_what_fails_while_it_is_rebuilt_says_in_what(notebook):
     notebook.cell(
-        "class Fussy:\n    def __setstate__(self, state):\n        raise ValueError('not today')\n    def __getstate__(self):\n        return 1\nfussy = Fussy()\n"
+        "class Fussy:\n    def __setstate__(self, state):\n        raise ValueError('not today')\n"
+        "    def __getstate__(self):\n        return 1\nfussy = Fussy()\n"
     )
     with pytest.raises(AssertionError, match=r"ValueError: not today\nwhile train_set was rebuilt on the rank"):
         notebook.ship(train=notebook["fussy"]).opened("")
