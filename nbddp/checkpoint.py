@@ -164,7 +164,7 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         CheckpointError: where the file is missing, incomplete, or holds more than tensors and plain types.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=_is_zip(path))
+        content = _load(path, weights_only=weights_only)
     except FileNotFoundError:
         near = [other.name for other in path.parent.glob("*.pt")] if path.parent.is_dir() else []
         has = f"; {path.parent} has {', '.join(sorted(near))}" if near else ""
@@ -174,7 +174,7 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         reason = "it holds pickled objects beside tensors; weights_only=False runs them, for files that you trust" if _is_zip(path) else "not a checkpoint"
         message = f"{path} can't be read: {reason}"
         raise CheckpointError(message) from error
-    except Exception as error:  # noqa: BLE001 - whatever the bytes of a file make of torch's reader
+    except Exception as error:  # whatever the bytes of a file make of torch's reader
         message = f"{path} is not a complete checkpoint ({_why(error)})"
         raise CheckpointError(message) from error
     if not isinstance(content, dict):
@@ -184,6 +184,16 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         message = f"{path} has version {content.get('version')} of the schema; this nbddp reads version {VERSION}"
         raise CheckpointError(message)
     return content
+
+
+def _load(path: Path, *, weights_only: bool) -> Any:
+    """Read the file that the path names now; torch opens it a second time to map the tensors, and by then a run may have put the next one there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        same = Path(f"/proc/self/fd/{fd}")
+        return torch.load(same, map_location="cpu", weights_only=weights_only, mmap=_is_zip(same))
+    finally:
+        os.close(fd)
 
 
 def _is_zip(path: Path) -> bool:

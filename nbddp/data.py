@@ -299,7 +299,9 @@ class Batches:
             except StopIteration:
                 return
             except (ConnectionError, EOFError) as error:
-                message = "a loader worker ended while it sent a batch: killed, as for want of memory, or by os._exit; --num-workers 0 fetches in the rank itself"
+                message = (
+                    "a loader worker ended while it sent a batch: killed, as for want of memory, or by os._exit; --num-workers 0 fetches in the rank itself"
+                )
                 raise RuntimeError(message) from error
             yield self._to_device(batch), self._ahead.arrived()
             del batch  # else it would lie in memory while the next one is awaited

@@ -68,6 +68,8 @@ def refusal_for(cls: type) -> Callable[[Any], str | None] | None:
             return lambda obj: f"{type_name(obj)} {_ELSEWHERE}; {remedy}"
     if _is_h5py(cls):
         return lambda obj: f"{type_name(obj)} {_ELSEWHERE}; open it in __getitem__ (once per process), and keep only its path"
+    if any(base.__name__ == "InteractiveShell" and base.__module__.partition(".")[0] == "IPython" for base in cls.__mro__):
+        return lambda _: f"the notebook's shell {_ELSEWHERE}; leave get_ipython(), % magics and ! commands to the notebook: ranks run plain Python"
     return None
 
 

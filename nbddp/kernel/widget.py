@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from nbddp.rundir import RunDir
     from nbddp.state import Report, RunState
 
-REDRAW_S = 1.0
-DRAWING_SHARE = 1 / 30
+REDRAW_S = 2.0
+DRAWING_SHARE = 1 / 50
 """Of one core: the ranks need the others, and this one."""
 
 
@@ -71,7 +71,7 @@ class WidgetView:
             self._draw(state)
 
     def _draw(self, state: RunState) -> None:
-        """Redraw the curve at most once a second, and less often where drawing is slow."""
+        """Redraw the curve every two seconds at most, and less often where drawing is slow: the cores are for the ranks."""
         points, now = len(state.train_curve.x) + len(state.val_curve.x), time.monotonic()
         if points == self._drawn_points or now < self._next_drawing:
             return

@@ -32,7 +32,8 @@ class RankProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """All ranks. `first_step` says that rank 0 has made its first optimizer step; `launched` is the data of the supervisor's event."""
+    """All ranks. `first_step` says that rank 0 has made its first optimizer step; `launched` is the data of the supervisor's event;
+    `loss` is the mean over the last epoch and `best` the best checkpoint, for lists of runs."""
 
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +41,8 @@ class Progress:
     step: int = 0
     epoch: int = 0
     stop_reason: str | None = None
+    loss: float | str | None = None
+    best: dict[str, Any] | None = None
 
     def fold(self, event: Event) -> bool:
         """Take one event in; return whether it shows that a rank got on."""
@@ -58,6 +61,9 @@ class Progress:
         elif event.kind == "steps" and event.rank == 0 and data.get("step"):
             self.first_step, self.step = True, int(data["step"][-1])
             self.epoch = int(data["epoch"][-1]) if data.get("epoch") else self.epoch
+            self.loss = (data.get("report") or {}).get("epoch_loss", self.loss)
+        elif event.kind == "checkpoint" and data.get("name") == "best":
+            self.best = {key: data.get(key) for key in ("value", "epoch", "step")}
         elif event.kind == "stopping":
             self.stop_reason = str(data.get("reason") or "")
         elif event.kind == "failed" and row.failed is None:
@@ -95,4 +101,5 @@ class Progress:
             "step": self.step,
             "epoch": self.epoch,
             "stop_reason": self.stop_reason,
+            "summary": {"step": self.step, "epoch": self.epoch, "loss": self.loss, "best": self.best},
         }

@@ -20,7 +20,7 @@ from nbddp.supervisor.rendezvous import LoopbackRendezvous
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MONITOR_INTERVAL_S = 0.02
+MONITOR_INTERVAL_S = 0.1
 
 _PLACE = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nbddp.supervisor.group import Group
     from nbddp.supervisor.signals import Signals
 
-TICK_S = 0.05
+TICK_S = 0.1
 NOTICE_S = 0.3
 """The agent is given this long to notice a rank's end by itself, since it knows which came first."""
 LEAVE_S = 0.5

@@ -55,6 +55,7 @@ def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
     try:
         _work(run, rank, events, position, cells)
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: whatever ends it is written down, SystemExit included
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a loader worker ends, and would do so in here
         _leave(failure_record(error, cells, position.phase), events)
     events.close()
 

@@ -83,7 +83,7 @@ def test_max_time_ends_the_run_in_order(training):
 
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_stop_before_the_first_step_is_heeded_soon(training, nproc):
-    result = training(nproc, make, {"training_step": mse}, ask="stop", batch_size=nproc * 4, epochs=100)
+    result = training(nproc, make, {"training_step": mse}, ask="stop", batch_size=nproc * 2, epochs=100)
     step, epoch, stopped, reason = ends_alike(result)
     assert step <= 3
     assert (epoch, stopped, reason) == (1, True, "asked")

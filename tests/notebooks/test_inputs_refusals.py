@@ -116,6 +116,13 @@ def test_what_a_hook_refers_to_is_refused_by_name(things, nb):
     assert "RLock can't be sent to another process; create it where it is first used" in line
 
 
+@pytest.mark.parametrize("command", ["get_ipython().user_ns", "!echo on every rank", "%time x = 1"])
+def test_a_magic_inside_a_step_is_refused_by_name(things, nb, command):
+    """It would run in the rank, where there is no notebook."""
+    line = refused(nb, "net train_set", body=f"def training_step(model, batch):\n    {command}\n    return mse(model, batch)")
+    assert line.startswith("training_step -> get_ipython.__self__: the notebook's shell can't be sent to another process; leave get_ipython(), % magics")
+
+
 @pytest.mark.parametrize(
     "make, line, says",
     [

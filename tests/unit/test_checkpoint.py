@@ -366,9 +366,7 @@ def test_a_full_disk_leaves_what_was_written_before(tmp_path, monkeypatch, error
         raise error
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(
-        CheckpointError, match=r"the checkpoint .*x\.pt can't be written: .*(No space left|write failed).*; what was written before"
-    ):
+    with pytest.raises(CheckpointError, match=r"the checkpoint .*x\.pt can't be written: .*(No space left|write failed).*; what was written before"):
         write(path, {"model": {}})
     assert read(path)["step"] == 1
     assert [file.name for file in tmp_path.iterdir()] == ["x.pt"]
