@@ -76,6 +76,8 @@ class Supervised:
         """Signal the supervisor. Where there is none yet, the standby is ended before it forks one; one that it has just forked is waited for."""
         process = self.process
         if process is None:
+            if not self.alive():
+                return
             self._template.end()
             deadline = time.monotonic() + _FORK_S
             while (process := self.process) is None and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +101,19 @@ def render(error: BaseException, cells: Mapping[str, CellSource]) -> str:
 
 def _lines(place: Place, cells: Mapping[str, CellSource]) -> list[str]:
     if place.file not in cells:
-        return [f"File {place.file}:{place.line}, in {place.name}", f"     {place.line:4d} {linecache.getline(place.file, place.line).rstrip()}"]
+        return [f"File {_short(place.file)}:{place.line}, in {place.name}", f"     {place.line:4d} {linecache.getline(place.file, place.line).rstrip()}"]
     cell = cells[place.file]
     lines = cell.source.splitlines()
     label = "Cell" if cell.cell is None else f"Cell In[{cell.cell}]"
     around = range(max(1, place.line - 2), min(len(lines), place.line + 2) + 1)
     marked = (f"{'---->' if number == place.line else '     '} {number:3d} {lines[number - 1]}" for number in around)
     return [f"{label}, line {place.line}, in {place.name}", *marked]
+
+
+def _short(file: str) -> str:
+    """A path as it is imported or as it stands beside the notebook: a saved notebook tells nothing of the machine's folders."""
+    folders = [folder for folder in {str(Path.cwd()), *sys.path} if folder and file.startswith(folder.rstrip("/") + "/")]
+    return file[len(max(folders, key=len).rstrip("/")) + 1 :] if folders else file
 
 
 def _tensors(frame: FrameType) -> list[str]:
