@@ -36,7 +36,7 @@ def _handover() -> list[tuple[str, float, str]]:
     print(json.dumps(figures))
     return [
         ("hand-over of 1 GiB / torch.save of the same tensors", figures["handover_s"] / figures["torch_save_s"], "at most 1.5"),
-        ("GiB of PSS of all processes of the run, 1 GiB of data", figures["pss_bytes"] / 2**30, "at most 1.5"),
+        ("GiB of PSS beyond the kernel's own, 1 GiB of data", figures["pss_bytes"] / 2**30, "at most 1.5"),
     ]
 
 

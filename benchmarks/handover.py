@@ -46,13 +46,14 @@ def saving(path):
 MEMORY = """run = nbddp.train(net, train_set, loss=nn.CrossEntropyLoss(), nproc=2, devices="cpu", epochs=1000, batch_size=8192, background=True)
 while run.epochs["epoch"].size < 1 and run.state in ("starting", "running"):
     time.sleep(0.1)
+from nbddp.launch.local import standby
 session = os.getsid(run.files.supervisor()[1].pid)
-used = sum(pss(pid) for pid in of_session(session))
+used = sum(pss(pid) for pid in [*of_session(session), standby.template.process.pid])
 run.stop(); run.wait()"""
 
 
 def measure(rounds: int = 3) -> dict[str, float]:
-    """Seconds for the hand-over and for `torch.save` of the same tensors; bytes of PSS of all processes of the run after an epoch."""
+    """Seconds for the hand-over and for `torch.save` of the same tensors; bytes of PSS of the standby and all processes of the run after an epoch."""
     handovers, saves = [], []
     with tempfile.TemporaryDirectory() as folder, kernel(Path(folder)) as running:
         running.run("%load_ext nbddp\nimport nbddp")

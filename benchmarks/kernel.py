@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Kernel:
 @contextlib.contextmanager
 def kernel(folder: Path) -> Iterator[Kernel]:
     """A kernel whose notebook stands in `folder`, with this folder's parent importable."""
-    manager, client = start_new_kernel(kernel_name="python3", cwd=str(folder))
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(folder), stderr=subprocess.DEVNULL)
     try:
         running = Kernel(client)
         running.run(f"import sys; sys.path.append({str(Path(__file__).resolve().parents[1])!r})")

@@ -398,7 +398,7 @@ def _message(error: ValidationError) -> str:
         if not where:
             lines.append(text)
             continue
-        text = text.replace("Input should be", "must be")
+        text = "must be a path" if problem["type"] == "path_type" else text.replace("Input should be", "must be")
         line = f"{where[0]}={problem['input']!r} {text}"
         if line not in lines and not any(other.startswith(f"{where[0]}=") for other in lines):
             lines.append(line)

@@ -5,6 +5,7 @@ over the dataset, or with batches that were cut beforehand. Rank 0 writes JSON t
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def main(result: Path, mode: str, epochs: int) -> None:
 def leave() -> None:
     dist.barrier()  # a rank that closes its connections while the other uses them aborts it
     dist.destroy_process_group()
+    os._exit(0)  # the model still holds the group, whose threads would abort the interpreter's end
 
 
 if __name__ == "__main__":

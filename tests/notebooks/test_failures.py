@@ -143,6 +143,23 @@ def test_a_rank_that_hangs_is_named(nb):
     assert nb.eval("run.error.rank") == 1
 
 
+# -- a full disk, or a quota: here the size that a file may have
+
+
+def test_the_disk_of_the_ranks_is_full(nb):
+    full = """
+import resource
+def training_step(model, batch):
+    Path("when").write_text(str(time.time()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return step(model, batch)
+"""
+    cell = nb.run(f"%%ddp_train net samples {ENDLESS}{full}")
+    assert since(nb) < AT_ONCE_S
+    assert cell.error.ename == "WorkerLost"
+    assert "could not write to the run directory: its disk is full, or over quota, or gone" in cell.error.traceback
+
+
 # -- exceptions of the user's code, wherever it is called
 
 

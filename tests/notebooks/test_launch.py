@@ -56,6 +56,7 @@ def test_a_supervisor_that_can_not_import_says_why(cold):
     cell = cold.run(f"os.environ['PYTHONPATH'] = str(Path('broken').resolve())\n%ddp_train net samples {ENDLESS} --loss F.cross_entropy")
     assert cell.error.ename == "LaunchError"
     assert "ImportError: this torch is broken" in cell.error.traceback
+    assert cell.error.traceback.startswith("LaunchError: ")  # none of our frames
     cold.run(f"del os.environ['PYTHONPATH']\n%ddp_train net samples {BRIEF} --loss F.cross_entropy", check=True)
     assert cold.eval("run.state") == "finished"
 

@@ -269,7 +269,20 @@ def test_a_run_whose_directory_is_deleted_ends_and_says_so(nb):
     assert time.monotonic() - began < 8
     assert cell.error.ename == "WorkerLost"
     assert "was deleted while the run went on" in cell.error.traceback
+    assert nb.eval("(run.state, run.error.run is run)") == ("failed", True)
     assert nb.eval("same(net.state_dict(), before)") is True
+
+
+@pytest.mark.parametrize("size", [0, 2000], ids=["nothing can be written", "the spec can, the bundle can't"])
+def test_a_disk_that_is_full_while_the_data_is_packed(nb, size):
+    there = run_folders(nb)
+    nb.run("import resource\nlimit = resource.getrlimit(resource.RLIMIT_FSIZE)", check=True)
+    small = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, limit[1]))\ntry:\n    nbddp.train(net, samples, loss=F.cross_entropy, nproc=2)\n"
+    error = nb.run(small + "finally:\n    resource.setrlimit(resource.RLIMIT_FSIZE, limit)").error
+    assert error.ename == "BundleError"
+    assert error.traceback.startswith(f"BundleError: writing to {nb.folder}" if size == 0 else f"BundleError: writing {nb.folder}")
+    assert "free some space with nbddp.prune(), or choose another place with --run-root" in error.traceback
+    assert run_folders(nb) == there
 
 
 @pytest.mark.parametrize("root", ["file/runs", "file"])

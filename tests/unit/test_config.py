@@ -1,0 +1,323 @@
+"""Every option: what it takes, what it refuses and in which words, and that it survives being written down."""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbddp.config import SYNONYMS, TrainConfig, read_settings
+from nbddp.errors import ConfigError
+
+COUNT = "must be greater than or equal to 1"
+NOT_NEGATIVE = "must be greater than or equal to 0"
+EVERY = r"must be a number of epochs \(2\), of steps \(500 steps\) or of minutes \(10 min\), at least 1"
+ONE_EPOCH_OR_STEP = r"must be a number of epochs \(2\) or of steps \(500 steps\)"
+INTEGER = "must be a valid integer"
+NUMBER = "must be a valid number"
+BOOLEAN = "must be a valid boolean"
+STRING = "must be a valid string"
+
+
+def count(default):
+    """A whole number from 1 on."""
+    return default, [(3, 3), ("3", 3), (3.0, 3)], [(0, COUNT), (-1, COUNT), ("x", INTEGER), (1.5, INTEGER), (True, "must be a number"), ([1], INTEGER)]
+
+
+def count_from_zero(default):
+    return default, [(0, 0), (3, 3), ("4", 4)], [(-1, NOT_NEGATIVE), ("x", INTEGER), (1.5, INTEGER), (False, "must be a number")]
+
+
+def positive(default):
+    greater = "must be greater than 0"
+    wrong = [(0, greater), (-1.0, greater), (float("nan"), greater), (float("inf"), "must be a finite number"), ("x", NUMBER), (True, "must be a number")]
+    return default, [(0.5, 0.5), ("2", 2.0), (3, 3.0)], wrong
+
+
+def not_negative(default):
+    wrong = [(-1e-9, NOT_NEGATIVE), (float("nan"), NOT_NEGATIVE), (float("inf"), "must be a finite number"), ("x", NUMBER), (True, "must be a number")]
+    return default, [(0, 0.0), (0.5, 0.5), ("1e-3", 1e-3)], wrong
+
+
+def flag(default):
+    words = [(word, True) for word in ("true", "Yes", "on", "1")] + [(word, False) for word in ("false", "No", "off", "0")]
+    return default, [(True, True), (False, False), *words], [("maybe", BOOLEAN), (2, BOOLEAN), (None, BOOLEAN)]
+
+
+def one_of(default, *words):
+    return default, [(word, word) for word in words], [("elsewhere", "must be "), (3, "must be ")]
+
+
+def text(default):
+    return default, [("some", "some")], [(3, STRING), (["a"], STRING)]
+
+
+# Field -> default, (given, kept) pairs that are right, (given, message) pairs that are wrong.
+FIELDS = {
+    "nproc": (None, [(2, 2), ("2", 2), ("auto", None), ("none", None)], [(0, COUNT), ("x", INTEGER), (True, "must be a number")]),
+    "devices": (
+        "auto",
+        [("cpu", "cpu"), ("auto", "auto"), ("0,2", (0, 2)), ("1", (1,)), (1, (1,)), ([0, 1], (0, 1)), ((3,), (3,))],
+        [(value, "must be auto, cpu or distinct GPU indices such as 0,1") for value in ("gpu", "0,0", "", "0,", [], [True], -1, 1.5, None, "0-3")],
+    ),
+    "backend": one_of("auto", "auto", "nccl", "gloo"),
+    "batch_size": count(None),
+    "per_rank_batch_size": count(None),
+    "val_batch_size": count(None),
+    "accumulate": count(1),
+    "epochs": count(1),
+    "max_steps": count(None),
+    "max_time": (
+        None,
+        [(90, 90.0), ("90 s", 90.0), ("10 min", 600.0), ("2h", 7200.0), (1.5, 1.5), ("1.5 hours", 5400.0), ("3 minutes", 180.0)],
+        [(value, r"must be a duration: seconds \(90\), or 90 s, 10 min, 2 h") for value in ("soon", "3 days", True, "-5 s", [])]
+        + [(0, "must be greater than 0"), (-1.0, "must be greater than 0"), (float("nan"), "must be greater than 0")],
+    ),
+    "shuffle": flag(True),
+    "drop_last": flag(True),
+    "val_split": (
+        None,
+        [(0.1, 0.1), ("0.25", 0.25)],
+        [(0, "must be greater than 0"), (1, "must be less than 1"), (1.5, "must be less than 1"), ("x", NUMBER), (True, "must be a number")],
+    ),
+    "num_workers": count_from_zero(0),
+    "prefetch_factor": count(2),
+    "persistent_workers": flag(True),
+    "pin_memory": (None, [(True, True), ("false", False), ("auto", None)], [("maybe", BOOLEAN), (2, BOOLEAN)]),
+    "seed": count_from_zero(0),
+    "optimizer": one_of("adamw", "adam", "adamw", "sgd", "adagrad", "rmsprop"),
+    "lr": not_negative(None),
+    "weight_decay": not_negative(None),
+    "momentum": (None, [], [(-1, NOT_NEGATIVE), ("x", NUMBER), (True, "must be a number")]),
+    "fused": flag(False),
+    "lr_scale": (None, [], [("cubic", "must be 'linear' or 'sqrt'"), (2, "must be ")]),
+    "base_batch_size": (None, [], [(0, COUNT), ("x", INTEGER)]),
+    "warmup_steps": (0, [(0, 0)], [(-1, NOT_NEGATIVE), ("x", INTEGER)]),
+    "schedule": (("constant"), [("constant", "constant")], [("step", "must be 'constant', 'linear', 'cosine' or 'plateau'")]),
+    "scheduler_interval": one_of("step", "step", "epoch"),
+    "clip_norm": positive(None),
+    "on_nan": one_of("warn", "warn", "skip", "stop"),
+    "precision": (
+        "auto",
+        [(word, "fp32") for word in ("fp32", "32", 32, "32-true", "float32", "no")] + [("auto", "auto")],
+        [
+            ("bf61", "must be one of auto, bf16, fp16, fp32 .*Did you mean bf16"),
+            (True, "must be one of auto"),
+            ("64-true", r"is the model's own matter: net.double\(\)"),
+        ],
+    ),
+    "matmul_precision": one_of("highest", "highest", "high", "medium"),
+    "cudnn_benchmark": flag(True),
+    "compile": (False, [(False, False), ("no", False)], [("maybe", BOOLEAN)]),
+    "compile_mode": (None, [], [("fast", "must be 'reduce-overhead' or 'max-autotune'")]),
+    "compile_cache_dir": (None, [], [(3, "must be a path")]),
+    "compile_timeout_s": (3600.0, [(3600, 3600.0)], [(0, "must be greater than 0"), ("x", NUMBER)]),
+    "find_unused_parameters": flag(False),
+    "static_graph": flag(False),
+    "gradient_as_bucket_view": flag(True),
+    "bucket_cap_mb": positive(25.0),
+    "grad_compression": (None, [], [("zip", "must be 'bf16', 'fp16' or 'powersgd'")]),
+    "norm": (
+        "auto",
+        [("keep", "keep"), ("auto", "auto")],
+        [("snc", "must be one of auto, keep, sync, .*Did you mean sync"), ({"a.*": "x"}, "norm=x must be one of"), (3, STRING)],
+    ),
+    "val_every": (
+        "1 epoch",
+        [(2, "2 epochs"), ("500 steps", "500 steps"), ("1 step", "1 step"), (" 3  epochs ", "3 epochs")],
+        [("10 min", ONE_EPOCH_OR_STEP), (0, EVERY), (True, EVERY), ("soon", EVERY), (1.5, EVERY), (None, EVERY)],
+    ),
+    "monitor": text("val_loss"),
+    "mode": one_of("min", "min", "max"),
+    "min_delta": not_negative(0.0),
+    "patience": (None, [], [(0, COUNT), ("x", INTEGER)]),
+    "checkpoint_every": (
+        "1 epoch",
+        [(2, "2 epochs"), ("1", "1 epoch"), ("500 steps", "500 steps"), ("10 min", "10 min"), ("3 minutes", "3 min")],
+        [(0, EVERY), ("-1 epochs", EVERY), (True, EVERY), ("10 s", EVERY), ([], EVERY)],
+    ),
+    "keep_last": count(1),
+    "resume": (None, [], [(3, STRING)]),
+    "init": text("current"),
+    "load": one_of("auto", "auto", "last", "best", "none"),
+    "launcher": ("local", [("local", "local")], [("pbs", "must be 'local', 'slurm', 'htcondor' or 'torchrun'")]),
+    "nnodes": (1, [(1, 1)], [(0, COUNT)]),
+    "max_restarts": (0, [(0, 0)], [(-1, NOT_NEGATIVE)]),
+    "slurm": (None, [], [(3, STRING)]),
+    "requeue": (False, [(False, False)], [("maybe", BOOLEAN)]),
+    "extra_submit_lines": (None, [], [(3, STRING)]),
+    "prologue": (None, [], [(3, STRING)]),
+    "pass_env": (None, [], [(3, STRING)]),
+    "run_root": (None, [("runs", Path("runs")), (Path("/x"), Path("/x"))], [(3, "must be a path")]),
+    "name": text(None),
+    "process_group_timeout_s": positive(600.0),
+    "hang_after_s": positive(120.0),
+    "on_kernel_exit": one_of("auto", "auto", "stop", "continue"),
+    "wandb": (None, [], [(3, STRING)]),
+    "tensorboard": (None, [], [(3, STRING)]),
+}
+
+# What a later version brings: refused, whatever the value.
+LATER = {
+    "precision": ["bf16", "bf16-mixed", "fp16", "16"],
+    "compile": [True],
+    "compile_mode": ["reduce-overhead"],
+    "compile_cache_dir": ["/tmp/x"],
+    "compile_timeout_s": [60],
+    "optimizer": ["lbfgs"],
+    "lr_scale": ["linear", "sqrt"],
+    "base_batch_size": [256],
+    "warmup_steps": [100],
+    "schedule": ["linear", "cosine", "plateau"],
+    "norm": ["sync", "layer", "group", "none", {"body.*": "keep"}],
+    "grad_compression": ["bf16", "fp16", "powersgd"],
+    "patience": [3],
+    "resume": ["last"],
+    "launcher": ["slurm", "htcondor", "torchrun"],
+    "nnodes": [2],
+    "max_restarts": [1],
+    "slurm": ["--time=1:00"],
+    "requeue": [True],
+    "extra_submit_lines": ["x = 1"],
+    "prologue": ["module load x"],
+    "pass_env": ["HOME"],
+    "wandb": ["project=x"],
+    "tensorboard": ["runs"],
+}
+
+CASES = [(name, value, kept) for name, (_, right, _) in FIELDS.items() for value, kept in right]
+
+
+def test_every_field_is_in_the_table_with_its_default():
+    assert {name: default for name, (default, _, _) in FIELDS.items()} == {name: field.default for name, field in TrainConfig.model_fields.items()}
+    config = TrainConfig()
+    assert config.given == frozenset()
+    assert config.changes() == {}
+    assert config.to_json() == {}
+
+
+def test_every_field_says_what_it_is():
+    for name, field in TrainConfig.model_fields.items():
+        assert field.description, name
+        assert field.json_schema_extra["group"], name
+
+
+@pytest.mark.parametrize("name, value, kept", CASES)
+def test_what_is_right_is_kept_and_survives_being_written_down(name, value, kept):
+    extra = {"optimizer": "adamw"} if name == "fused" else {}
+    config = TrainConfig(**{name: value}, **extra)
+    assert getattr(config, name) == kept
+    assert type(getattr(config, name)) is type(kept)
+    assert name in config.given
+    assert TrainConfig(**json.loads(json.dumps(config.to_json()))) == config
+    assert (name in config.changes()) == (kept != FIELDS[name][0])
+
+
+@pytest.mark.parametrize("name, value, message", [(name, value, message) for name, (_, _, wrong) in FIELDS.items() for value, message in wrong])
+def test_what_is_wrong_is_refused_with_name_value_and_rule(name, value, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        TrainConfig(**{name: value})
+    said = str(caught.value)
+    assert said.startswith(f"{name}=")
+    assert "\n" not in said, "one line for one wrong value"
+    assert "Value error" not in said
+    assert "pydantic" not in said
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in LATER.items() for value in values])
+def test_what_comes_later_is_refused_never_ignored(name, value):
+    with pytest.raises(ConfigError, match=rf"^{name}=.+ is not available yet: leave {name} out$"):
+        TrainConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"batch_size": 8, "per_rank_batch_size": 4}, "batch_size is the global batch and per_rank_batch_size a rank's share of it: give one of the two"),
+        ({"fused": True, "optimizer": "rmsprop"}, "fused=True: rmsprop has no fused kernels; adam, adamw, adagrad, sgd have"),
+        ({"momentum": 0.9}, "momentum=0.9: adamw has none; sgd and rmsprop have"),
+        ({"momentum": 0.9, "optimizer": "adagrad"}, "momentum=0.9: adagrad has none"),
+        ({"static_graph": True, "find_unused_parameters": True}, "static_graph says .* find_unused_parameters .*: give one of the two"),
+        ({"batch_size": 8, "global_batch_size": 16}, "batch_size and global_batch_size are the same option: give one of the two"),
+        ({"num_gpus": 2, "world_size": 2}, "num_gpus and world_size are the same option"),
+    ],
+)
+def test_options_that_exclude_each_other(values, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**values)
+
+
+def test_two_wrong_values_are_two_lines():
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(epochs=0, lr=-1, batch_size=8)
+    assert [line.split("=")[0] for line in str(caught.value).splitlines()] == ["epochs", "lr"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+def test_momentum_is_for_those_that_have_it(optimizer):
+    assert TrainConfig(optimizer=optimizer, momentum=0.9).momentum == 0.9
+
+
+@pytest.mark.parametrize(
+    "name, message", [("epoch", "epoch is not an option. Did you mean epochs"), ("zzz", "zzz is not an option.$"), ("batchsize", "Did you mean batch_size")]
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**{name: 1})
+
+
+def test_names_of_other_tools_are_understood():
+    assert set(SYNONYMS.values()) <= set(TrainConfig.model_fields)
+    assert not set(SYNONYMS) & set(TrainConfig.model_fields)
+    config = TrainConfig(num_gpus=2, gradient_accumulation_steps=4, max_grad_norm=1.0, save_total_limit=3, learning_rate="1e-3")
+    assert (config.nproc, config.accumulate, config.clip_norm, config.keep_last, config.lr) == (2, 4, 1.0, 3, 1e-3)
+    assert config.given == {"nproc", "accumulate", "clip_norm", "keep_last", "lr"}
+
+
+def test_a_configuration_is_frozen_and_replaced_by_a_checked_copy():
+    config = TrainConfig(epochs=3, batch_size=8)
+    with pytest.raises(Exception, match="frozen"):
+        config.epochs = 4
+    other = config.replace(epochs=5, lr=0.1)
+    assert (config.epochs, other.epochs, other.batch_size, other.lr) == (3, 5, 8, 0.1)
+    assert other.given == {"epochs", "batch_size", "lr"}
+    with pytest.raises(ConfigError, match="give one of the two"):
+        config.replace(per_rank_batch_size=4)
+
+
+def test_a_value_that_is_the_default_counts_as_given():
+    config = TrainConfig(epochs=1)
+    assert config.given == {"epochs"}
+    assert config.changes() == {}
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from([value for value, _ in right]) for name, (_, right, _) in FIELDS.items() if right}))
+def test_any_options_together_survive_being_written_down(values):
+    try:
+        config = TrainConfig(**values)
+    except ConfigError as error:
+        assert "give one of the two" in str(error) or "fused" in str(error)  # noqa: PT017 - those that exclude each other
+        return
+    assert TrainConfig(**json.loads(json.dumps(config.to_json()))) == config
+    assert config.given == set(values)
+
+
+def test_the_words_of_a_field_are_those_of_its_type():
+    hints = typing.get_type_hints(TrainConfig)
+    assert typing.get_args(hints["on_nan"]) == ("warn", "skip", "stop")
+
+
+def test_settings_are_fields_and_those_of_other_systems_come_later():
+    assert read_settings({"epochs": 3, "learning_rate": 0.1}) == TrainConfig(epochs=3, lr=0.1)
+    for key in ("local", "training", "trainer", "dataloaders"):
+        with pytest.raises(ConfigError, match=f"{key}: settings files of other systems are not available yet"):
+            read_settings({key: {"a": 1}})
+    assert read_settings({"gpus": "0"}).devices == (0,)
+    with pytest.raises(ConfigError, match="not available yet"):
+        read_settings({"gpus": [0, 1], "trainer": {}})
+    with pytest.raises(ConfigError, match="epoch is not an option"):
+        read_settings({"epoch": 3})

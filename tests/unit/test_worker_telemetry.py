@@ -1,0 +1,159 @@
+"""The telemetry channel, the clock and the heartbeat of one rank, without others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from nbddp.events import EventReader, EventWriter
+from nbddp.worker import position, telemetry
+from nbddp.worker.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, SYNC, CpuClock, _Ready
+from nbddp.worker.group import Ranks
+from nbddp.worker.position import Heartbeat, Position
+from nbddp.worker.telemetry import STOP_ASKED, StepRecord, Telemetry
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"), "gloo", None)
+
+
+class Time:
+    """A clock that goes only when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Time()
+    monkeypatch.setattr(telemetry, "time", clock)
+    return clock
+
+
+def record(step, sums=(1.0, 2.0)):
+    return StepRecord(step, 1, 0, 0.1, 2, warmup=False, applied=True, sums=list(sums), times=_Ready([0.1, 0.2, 0.3, 0.4, 0.5]), aggregation_s=0.6)
+
+
+def channel(decide=lambda: 0):
+    seen = []
+    return Telemetry(ALONE, decide=decide, apply=seen.append), seen
+
+
+def sizes_of(clock, durations_s):
+    """How many steps each report holds, for steps of these durations."""
+    channel_, seen = channel()
+    for number, duration_s in enumerate(durations_s, 1):
+        clock.now += duration_s
+        channel_.tick(record(number))
+    channel_.flush()
+    assert [r.step for gathered in seen for r in gathered.records] == list(range(1, len(durations_s) + 1))
+    return [len(gathered.records) for gathered in seen]
+
+
+def test_reports_grow_to_a_quarter_of_a_second_at_most_doubling(clock):
+    assert sizes_of(clock, [0.01] * 90)[:7] == [1, 1, 2, 4, 8, 16, 25]
+    assert max(sizes_of(clock, [0.001] * 400)) == telemetry.K_MAX
+    assert set(sizes_of(clock, [0.0499] * 40)[5:-1]) == {5}
+    assert set(sizes_of(clock, [1.0] * 5)) == {1}
+
+
+def test_a_few_quick_steps_before_slow_ones_do_not_delay_a_boundary_for_long(clock):
+    """As with loader workers that hold some batches ready."""
+    sizes = sizes_of(clock, [0.001] * 4 + [2.0] * 20)
+    assert max(sizes) <= 8
+    assert set(sizes[5:]) == {1}
+
+
+def test_a_flush_applies_what_there_is_and_begins_anew(clock):
+    channel_, seen = channel()
+    for number in range(1, 31):
+        clock.now += 0.01
+        channel_.tick(record(number))
+    channel_.flush()
+    assert sum(len(gathered.records) for gathered in seen) == 30
+    clock.now += 0.01
+    channel_.tick(record(31))
+    clock.now += 0.01
+    channel_.tick(record(32))
+    assert seen[-1].records[-1].step == 31
+
+
+def test_columns_are_where_readers_look_for_them(clock):
+    channel_, seen = channel()
+    channel_.open(2)
+    channel_.tick(record(1, (6.0, 2.0, 10.0, 20.0)))
+    channel_.flush()
+    (gathered,) = seen
+    row = gathered.rows[0, 0]
+    assert row[telemetry.STEP] == 1
+    assert row[telemetry.LOSS] == 6.0
+    assert row[telemetry.WEIGHT] == 2.0
+    assert row[telemetry.TIMES : telemetry.AGGREGATION].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert row[telemetry.AGGREGATION] == 0.6
+    assert row[telemetry.FIRST_SCALAR :].tolist() == [10.0, 20.0]
+    assert gathered.memory[0] > 0
+    assert gathered.rows.dtype == np.float64
+
+
+def test_decisions_are_taken_once_and_none_is_lost(clock):
+    asked = iter([0, STOP_ASKED, 8, 0, 0])
+    channel_, _ = channel(lambda: next(asked))
+    taken = []
+    for number in range(1, 5):
+        clock.now += 1.0
+        channel_.tick(record(number))
+        taken.append(channel_.take())
+    assert taken == [0, 0, STOP_ASKED, 8]
+    channel_.flush()
+    assert channel_.take() == 0
+
+
+def test_ticks_without_a_record_bring_decisions_too(clock):
+    channel_, seen = channel(lambda: STOP_ASKED)
+    for _ in range(3):
+        clock.now += 1.0
+        channel_.tick()
+    assert channel_.flags == STOP_ASKED
+    assert seen == []
+
+
+def test_the_clock_splits_a_backward_pass_where_the_gradients_are_ready(monkeypatch):
+    from nbddp.worker import clock as module
+
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    clock = CpuClock()
+    clock.start()
+    clock.lap(DATA)
+    clock.lap(FORWARD)
+    clock.gradients_ready()
+    clock.lap_backward()
+    clock.lap(OPTIMIZER)
+    times = clock.stop().read()
+    clock.lap_backward()
+    assert (times[DATA], times[FORWARD], times[BACKWARD], times[SYNC], times[OPTIMIZER]) == (1.0, 2.0, 3.0 + 6.0, 4.0, 5.0)
+
+
+def test_a_heartbeat_tells_where_the_rank_is_until_it_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(position, "PERIOD_S", 0.02)
+    events, at = EventWriter(tmp_path / "rank-00000.0.jsonl", run="r", rank=0), Position()
+    beat = Heartbeat(events, at, torch.device("cpu"))
+    at.phase, at.epoch, at.step, at.ticks = "forward", 2, 7, 9
+    reader, found = EventReader(tmp_path), []
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not any(event.data["position"] == [2, 7, 9] for event in found):
+        found += reader.poll()
+        time.sleep(0.01)
+    beat.stop()
+    found += reader.poll()
+    last = found[-1]
+    assert (last.kind, last.data["step"], last.data["phase"], last.data["position"]) == ("heartbeat", 7, "forward", [2, 7, 9])
+    assert last.data["memory"] > 1 << 20
+    assert not any(thread.name == "nbddp-heartbeat" for thread in threading.enumerate())
+    events.close()
