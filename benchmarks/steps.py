@@ -24,9 +24,7 @@ def measure(rounds: int = 5) -> dict[str, float]:
             for name, mode in (("dataloader_loop", "loader"), ("prebatched_loop", "batched")):
                 _, result = torchrun("loop.py", mode, str(EPOCHS), nproc=RANKS)
                 figures[name].append(statistics.median(result["steps_per_s"][1:]))
-            running.run(
-                f"%%ddp_train net train_set -n {RANKS} --devices cpu --epochs {EPOCHS} --batch-size 256 --lr 1e-3\nloss = nn.CrossEntropyLoss()"
-            )
+            running.run(f"%%ddp_train net train_set -n {RANKS} --devices cpu --epochs {EPOCHS} --batch-size 256 --lr 1e-3\nloss = nn.CrossEntropyLoss()")
             rates = running.value("(run.history['step'].size / run.epochs['epoch'].size / run.epochs['duration_s']).tolist()")
             figures["nbddp"].append(statistics.median(rates[1:]))  # type: ignore[index]
     return {name: statistics.median(values) for name, values in figures.items()}

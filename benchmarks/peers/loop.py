@@ -21,6 +21,7 @@ from benchmarks.workload import BATCH, LR, make_data, make_model
 
 
 def main(result: Path, mode: str, epochs: int) -> None:
+    """Train on this rank."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(make_model())
@@ -54,6 +55,7 @@ def main(result: Path, mode: str, epochs: int) -> None:
 
 
 def leave() -> None:
+    """End this rank."""
     dist.barrier()  # a rank that closes its connections while the other uses them aborts it
     dist.destroy_process_group()
     os._exit(0)  # the model still holds the group, whose threads would abort the interpreter's end

@@ -31,6 +31,7 @@ _ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictiona
 
 
 def origin_of(model: nn.Module) -> Origin:
+    """What this kernel knows about a model object."""
     return _ORIGINS.setdefault(model, Origin())
 
 

@@ -32,8 +32,11 @@ class RankProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """All ranks. `first_step` says that rank 0 has made its first optimizer step; `launched` is the data of the supervisor's event;
-    `loss` is the mean over the last epoch and `best` the best checkpoint, for lists of runs."""
+    """All ranks.
+
+    `first_step` says that rank 0 has made its first optimizer step; `launched` is the data of the supervisor's event; `loss` is the mean over the last
+    epoch and `best` the best checkpoint, for lists of runs.
+    """
 
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)

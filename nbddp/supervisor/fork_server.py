@@ -53,7 +53,7 @@ def _fork(_path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
         die_with_parent(supervisor)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _close_all_but({0, 1, 2, *passfds})  # of the pipe whose other end it listens to, above all
-        exec(args[-1], {})  # noqa: S102 - multiprocessing's own program: "from multiprocessing.forkserver import main; main(...)"
+        exec(args[-1], {})
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0

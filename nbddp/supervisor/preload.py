@@ -35,5 +35,6 @@ def import_all(entry_module: str, *, niced: bool) -> None:
 
 
 def _import(entry_module: str) -> None:
-    for name in ("torch.distributed", "torch.nn.parallel", "nbddp.config", "nbddp.supervisor.group", "nbddp.supervisor.watch", "nbddp.supervisor.main", entry_module):
+    ours = ("nbddp.config", "nbddp.supervisor.group", "nbddp.supervisor.watch", "nbddp.supervisor.main")
+    for name in ("torch.distributed", "torch.nn.parallel", *ours, entry_module):
         import_module(name)

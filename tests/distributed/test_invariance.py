@@ -119,7 +119,7 @@ def pick(model, batch):
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize(("n", "batch", "workers"), [(30, 6, 0), (31, 12, 0), (25, 24, 0), (31, 6, 6)])
+@pytest.mark.parametrize("n, batch, workers", [(30, 6, 0), (31, 12, 0), (25, 24, 0), (31, 6, 6)])
 def test_every_sample_counts_once_in_an_epoch(training, nproc, n, batch, workers):
     """SGD with lr 1 moves the row of a sample by -1 / (samples of its step) each time it is used."""
     result = training(nproc, counting(n, 0), {"training_step": pick}, optimizer="sgd", lr=1.0, batch_size=batch, drop_last=False, num_workers=workers)
@@ -163,7 +163,10 @@ def test_a_subset_of_a_subset_is_fetched_by_its_own_indices(training, nproc):
 
 
 def test_lbfgs_from_the_hook_searches_the_same_line_on_all_ranks(training):
-    hooks = {"loss": nn.functional.mse_loss, "optimizer": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")}
+    hooks = {
+        "loss": nn.functional.mse_loss,
+        "optimizer": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+    }
     one = training(1, regression, hooks, epochs=2, batch_size=102)
     for nproc in (2, 3):
         other = training(nproc, regression, hooks, epochs=2, batch_size=102)

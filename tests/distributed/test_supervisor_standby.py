@@ -476,5 +476,8 @@ def test_what_a_supervisor_makes_of_a_lost_run_directory(standby: Standby, tmp_p
     for path in sorted(run.path.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     run.path.rmdir()
-    supervised = launch(run, order, standby)
+    launch(run, order, standby)
+    # The next order is carried out as if nothing had been, which tells that this one was taken.
+    other = make_run(tmp_path)
+    assert result_of(launch(other, make_order(other, "finish"), standby), 20)["state"] == "finished"
     until(lambda: not psutil.Process(waiting(standby).process.pid).children())

@@ -39,7 +39,9 @@ class Training:
     def __init__(self, ranks: Callable[..., list[Any]], folder: Path) -> None:
         self._ranks, self._folder = ranks, folder
 
-    def __call__(self, nproc: int, make: Callable[[], tuple[Any, Any, Any]], hooks: dict[str, Any], *, timeout: float = 60, ask: str | None = None, **options: Any) -> Result:
+    def __call__(
+        self, nproc: int, make: Callable[[], tuple[Any, Any, Any]], hooks: dict[str, Any], *, timeout: float = 60, ask: str | None = None, **options: Any
+    ) -> Result:
         run = RunDir.create(self._folder / "runs", "test")
         if ask is not None:
             run.ask(ask)
@@ -86,4 +88,5 @@ def train_rank(rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], h
         val_data=val_data,
     )
     progress = train(context)
-    return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}, (progress.step, progress.epoch, progress.stopped, progress.reason)
+    weights = {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+    return weights, (progress.step, progress.epoch, progress.stopped, progress.reason)
