@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
@@ -45,6 +46,11 @@ def _query() -> list[tuple[str, int]]:
     return [(name.removeprefix("NVIDIA ").strip(), int(used)) for name, used in rows if used.strip().isdigit()]
 
 
+def visible_devices() -> str:
+    """Tells whether two kernels number the GPUs alike, without the value of CUDA_VISIBLE_DEVICES, which is not for the disk."""
+    return hashlib.blake2b(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode(), digest_size=8).hexdigest()
+
+
 def check_devices(plan: Plan, root: Path) -> list[str]:
     """Refuse GPUs that a live run of ours holds; warn of memory that others hold.
 
@@ -57,7 +63,7 @@ def check_devices(plan: Plan, root: Path) -> list[str]:
     for run in run_dirs(root):
         spec = run.read_spec() or {}
         other = spec.get("plan", {})
-        same = spec.get("host") == socket.gethostname() and spec.get("visible_devices") == os.environ.get("CUDA_VISIBLE_DEVICES")
+        same = spec.get("host") == socket.gethostname() and spec.get("visible_devices") == visible_devices()
         if same and other.get("device") == "cuda" and run.live():
             held.update(dict.fromkeys(other["device_indices"], run.id))
     taken = [index for index in plan.device_indices if index in held]

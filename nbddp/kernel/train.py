@@ -24,7 +24,7 @@ from nbddp.data import split_size
 from nbddp.errors import BundleError, ConfigError
 from nbddp.kernel import inputs, weights
 from nbddp.kernel.interrupt import Interrupts
-from nbddp.kernel.machine import check_devices, this_machine
+from nbddp.kernel.machine import check_devices, this_machine, visible_devices
 from nbddp.kernel.request import LATER_HOOKS, Bind, Request
 from nbddp.kernel.run import Run, register, run_root
 from nbddp.kernel.text import bytes_text
@@ -298,7 +298,7 @@ def _spec(prepared: Prepared, run_dir: RunDir) -> dict[str, Any]:
         "note": request.note,
         "host": socket.gethostname(),
         "kernel": ProcessId.current().to_json(),
-        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "visible_devices": visible_devices(),
         "created": time.time(),
         "times": {"requested": request.requested, "bundled": None},
         "cell": None if request.cell is None else {"number": request.cell.number, "source": request.cell.source},

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
 from nbddp.config import TrainConfig
-from nbddp.kernel.machine import this_machine
+from nbddp.errors import ConfigError
+from nbddp.kernel.machine import check_devices, this_machine, visible_devices
 from nbddp.planning import Machine, make_plan
+from nbddp.process import ProcessId
+from nbddp.rundir import RunDir
 
 
 @pytest.mark.parametrize("value, threads", [("4", 4), (" 3 ", 3), ("2,1", 2), ("0", None), ("", None), ("many", None), ("-1", None)])
@@ -21,3 +25,45 @@ def test_threads_are_those_that_the_environment_asks_for(monkeypatch, value, thr
 def test_ranks_share_the_cores_unless_the_environment_says_otherwise(asked, threads):
     plan = make_plan(TrainConfig(nproc=2, devices="cpu"), n_train=64, n_val=0, machine=Machine((), 8, asked))
     assert plan.threads == threads
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A host with two GPUs, as far as torch and nvidia-smi say."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("nbddp.kernel.machine._query", lambda: [("H100", 10), ("H100", 40_000)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return Machine(("H100", "H100"), 8)
+
+
+def gpu_plan(machine, devices):
+    return make_plan(TrainConfig(devices=devices), n_train=64, n_val=0, machine=machine)
+
+
+def live_run(root, plan):
+    run = RunDir.create(root, "other")
+    run.write_spec({"host": socket.gethostname(), "kernel": ProcessId.current().to_json(), "visible_devices": visible_devices(), "plan": plan.to_json()})
+    return run
+
+
+def test_gpus_that_a_live_run_holds_are_refused_and_the_free_ones_offered(two_gpus, tmp_path):
+    run = live_run(tmp_path, gpu_plan(two_gpus, "0"))
+    assert check_devices(gpu_plan(two_gpus, "1"), tmp_path) != []  # other people's memory is in use there
+    with pytest.raises(ConfigError, match=f"GPU 0 held by run {run.id}; free are --devices 1"):
+        check_devices(gpu_plan(two_gpus, "0,1"), tmp_path)
+    other = live_run(tmp_path, gpu_plan(two_gpus, "1"))
+    with pytest.raises(ConfigError, match="none is free: %ddp_stop ends a run"):
+        check_devices(gpu_plan(two_gpus, "0"), tmp_path)
+    for ended in (run, other):
+        ended.write_result({"state": "finished", "time": 0.0})
+    assert check_devices(gpu_plan(two_gpus, "0"), tmp_path) == []
+
+
+def test_memory_that_others_hold_is_a_warning(two_gpus, tmp_path):
+    assert check_devices(gpu_plan(two_gpus, "0"), tmp_path) == []
+    assert check_devices(gpu_plan(two_gpus, "1"), tmp_path) == ["GPU 1 already has 39.1 GiB in use, by this kernel or another process"]
+
+
+def test_gpus_have_their_names_and_are_the_default(two_gpus):
+    assert this_machine().gpus == ("H100", "H100")
+    assert gpu_plan(two_gpus, "auto").line().startswith("2 x H100 · 64 = 2 x 32 (default)")
