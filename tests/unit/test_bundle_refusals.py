@@ -123,7 +123,8 @@ def test_scripted_modules_and_functions_are_refused(notebook):
     assert refused(notebook, hooks={"training_step": notebook["step"]}).startswith("training_step -> scripted: torch.ScriptFunction can't be sent")
 
 
-def test_compiled_function_is_refused(notebook):
+def test_compiled_function_is_refused(notebook, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it where it is not set
     notebook.cell("import torch\n@torch.compile(backend='eager')\ndef mse(x, y):\n    return (x - y).square().mean()\ndef loss(x, y):\n    return mse(x, y)\n")
     text = refused(notebook, hooks={"loss": notebook["loss"]})
     assert text == "loss -> mse: a function made by torch.compile can't be sent to another process; use the function that it was made from"

@@ -87,6 +87,18 @@ def test_all_names_exist_and_are_found_by_dir_and_star():
     assert len(set(nbddp.__all__)) == len(nbddp.__all__)
 
 
+def test_the_public_names_are_these():
+    errors = "BundleError CheckpointError ConfigError HangDetected LaunchError NbddpError OutOfMemory ReplicaMismatch RunFailed WorkerError WorkerLost"
+    names = "Run TrainConfig __version__ attach last_run load_checkpoint plan prune runs train"
+    assert sorted(nbddp.__all__) == sorted([*errors.split(), *names.split()])
+
+
+@pytest.mark.parametrize("name", ["H5Dataset", "Metric", "Stage", "autocast", "compare", "swap_norm"])
+def test_names_of_later_versions_say_so(name):
+    with pytest.raises(AttributeError, match=f"nbddp.{name} is not available yet"):
+        getattr(nbddp, name)
+
+
 def test_nothing_else_is_public():
     program = """
 import json, types, nbddp
