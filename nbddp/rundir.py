@@ -67,6 +67,16 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+_last_millisecond = 0
+
+
+def _next_millisecond() -> int:
+    """Now in unix milliseconds, but never the same twice in this process: names of runs sort in the order of their making."""
+    global _last_millisecond
+    _last_millisecond = max(time.time_ns() // 1_000_000, _last_millisecond + 1)
+    return _last_millisecond
+
+
 class RunDir:
     """Paths and small files of one run."""
 
@@ -130,7 +140,7 @@ class RunDir:
                 write_atomically(root / ".gitignore", b"*\n")
             slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:32] or "run"
             while True:
-                second, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
+                second, milliseconds = divmod(_next_millisecond(), 1000)
                 tail = _TAIL[milliseconds // 32] + _TAIL[milliseconds % 32] + secrets.choice(_TAIL) + secrets.choice(_TAIL)
                 path = root / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(second))}-{slug}-{tail}"
                 with contextlib.suppress(FileExistsError):

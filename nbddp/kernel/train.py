@@ -78,6 +78,7 @@ def prepare(request: Request) -> Prepared:
     _refuse_nested()
     _check_hooks(request)
     model, notes = inputs.take_model(request.model)
+    _check_loss(request.hooks.get("loss"), model)
     train = inputs.take_data(request.data, training=True)
     val = None if request.val is None else inputs.take_data(request.val, training=False)
     config = _config(request, train, val)
@@ -138,6 +139,16 @@ def _check_hooks(request: Request) -> None:
         raise ConfigError(message)
     if isinstance(loss, type):
         message = f"loss is the class {loss.__name__}, not an instance: write loss = nn.{loss.__name__}()"
+        raise ConfigError(message)
+
+
+def _check_loss(loss: object, model: nn.Module) -> None:
+    """Refuse parameters that nothing would train."""
+    if not isinstance(loss, torch.nn.Module):
+        return
+    known = {id(parameter) for parameter in model.parameters()}
+    if own := [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in known]:
+        message = f"loss ({type(loss).__name__}) has parameters of its own, {', '.join(own[:4])}: make it a part of the model, which is trained"
         raise ConfigError(message)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbddp.worker import step
 from nbddp.worker.errors import StepError
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ def render(error: BaseException, cells: Mapping[str, CellSource]) -> str:
         parts += _lines(place, cells)
     said = _in_worker(error)[0]
     parts += traceback.format_exception_only(type(error), error) if said is None else [f"{type(error).__name__}: {said}"]
-    user = [place.frame for place in shown if place.foreign and place.frame is not None]
-    if user and (tensors := _tensors(user[-1])):
-        parts += ["", f"tensors in {user[-1].f_code.co_name}:", *tensors]
+    frames = [place.frame for place in shown if place.foreign and place.frame is not None]
+    # A `loss` is called by a step of ours: where it meets shapes that it can't take, those are the step's.
+    frames = frames or [place.frame for place in places if place.frame is not None and place.file == step.__file__]
+    if frames and (tensors := _tensors(frames[-1])):
+        parts += ["", f"tensors in {frames[-1].f_code.co_name}:", *tensors]
     return "\n".join(part.rstrip("\n") for part in parts)
 
 

@@ -116,6 +116,11 @@ def test_what_a_hook_refers_to_is_refused_by_name(things, nb):
     assert "RLock can't be sent to another process; create it where it is first used" in line
 
 
+def test_a_loss_with_parameters_that_nothing_would_train_is_refused(things, nb):
+    body = "class Learned(nn.MSELoss):\n    def __init__(self):\n        super().__init__()\n        self.scale = nn.Parameter(torch.ones(1))\nloss = Learned()"
+    assert refused(nb, "net train_set", "ConfigError", body).startswith("loss (Learned) has parameters of its own, scale: make it a part of the model")
+
+
 @pytest.mark.parametrize("command", ["get_ipython().user_ns", "!echo on every rank", "%time x = 1"])
 def test_a_magic_inside_a_step_is_refused_by_name(things, nb, command):
     """It would run in the rank, where there is no notebook."""

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nbddp.bundle import CellSource
 from nbddp.worker.errors import ReplicasDiffer, StepError
 from nbddp.worker.failure import failure_record, is_collective
+from nbddp.worker.step import step_from_loss
 from nbddp.worker.trace import render
 
 CELL = "/tmp/ipykernel_1/2345.py"
@@ -66,6 +68,13 @@ def test_the_failing_line_of_a_cell_is_found_marked_and_its_tensors_listed():
     assert "---->   9     return values @ values  # line 9" in lines
     assert lines[-2:] == ["tensors in helper:", "    values: (2, 3) float32 cpu"]
     assert not any("test_worker_failure" in line and "File" in line and "nbddp/" in line for line in lines)
+
+
+def test_a_loss_that_meets_wrong_shapes_shows_the_tensors_of_the_step():
+    step = step_from_loss(nn.CrossEntropyLoss())
+    text = render(raised(step, nn.Linear(4, 3), [torch.zeros(5, 4), torch.zeros(6, dtype=torch.int64)]), {})
+    assert "    output: (5, 3) float32 cpu" in text
+    assert "    target: (6,) int64 cpu" in text
 
 
 def test_lists_of_tensors_are_listed_too_and_a_cell_may_have_no_number():
