@@ -183,7 +183,9 @@ class TrainConfig(BaseModel):
     mode: Literal["min", "max"] = _option("min", "whether a smaller or a larger monitored value is better", "checkpoints")
     min_delta: NotNegative = _option(0.0, "smallest change of the monitored value that counts", "checkpoints")
     patience: Count | None = _option(None, "validations without a better value after which the run ends", "checkpoints")
-    checkpoint_every: Annotated[str, BeforeValidator(_every)] = _option("1 epoch", "how often to write last.pt: 2, 500 steps, 10 min", "checkpoints")
+    checkpoint_every: Annotated[str, BeforeValidator(_every)] = _option(
+        "1 epoch", "how often to write last.pt: 2, 500 steps, 10 min; by default every epoch, but at most every 20 s", "checkpoints"
+    )
     keep_last: Count = _option(1, "how many of the periodic checkpoints to keep", "checkpoints")
     resume: str | None = _option(None, "go on from: last, a run, or a checkpoint file", "checkpoints")
     init: str = _option("current", "weights to start from: current, initial, a run, or a checkpoint file", "checkpoints")
@@ -200,7 +202,9 @@ class TrainConfig(BaseModel):
     run_root: Path | None = _option(None, "folder for run directories; default: nbddp_runs beside the notebook", "launch")
     name: str | None = _option(None, "name of the run; default: the model's class", "launch")
     process_group_timeout_s: Positive = _option(600.0, "how long a collective may wait", "launch", unit="s")
-    hang_after_s: Positive = _option(120.0, "the run has failed when no rank made progress for this long", "launch", unit="s")
+    hang_after_s: Positive = _option(
+        120.0, "the run fails when no rank makes progress for this long; before the first step, 5 times as long", "launch", unit="s"
+    )
     on_kernel_exit: Literal["auto", "stop", "continue"] = _option("auto", "auto: stop with a checkpoint, in the background continue", "launch")
     wandb: str | None = _option(None, "project=...,group=...", "trackers")
     tensorboard: str | None = _option(None, "folder for TensorBoard", "trackers")
@@ -344,6 +348,16 @@ _LATER: dict[str, Callable[[Any], bool]] = {
     "wandb": lambda v: v is not None,
     "tensorboard": lambda v: v is not None,
 }
+
+_SOME_LATER = {"precision": "bf16 and fp16", "optimizer": "lbfgs", "norm": "all but auto and keep"}
+
+
+def not_yet(name: str) -> str:
+    """What of an option is not available yet, in words for its help; empty where all of it is."""
+    if name not in _LATER:
+        return ""
+    return f"{_SOME_LATER[name]}: not available yet" if name in _SOME_LATER else "not available yet"
+
 
 FUSED_OPTIMIZERS = ("adam", "adamw", "adagrad", "sgd")
 NORMS = ("auto", "keep", "sync", "layer", "group", "none")

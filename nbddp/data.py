@@ -134,17 +134,22 @@ class ValShares:
             yield Micro(indices, len(indices), stop - step * self.batch_size, derive_seed("val", self.seed, epoch, step, self.rank))
 
 
+class TensorFetch:
+    """Makes a batch of whole tensors by their indices. Runs no code of the user and draws no random numbers, so it may run early."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], through: torch.Tensor | None) -> None:
+        self._tensors, self._through = tensors, through
+
+    def __call__(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        if self._through is not None:
+            indices = self._through[indices]
+        return [tensor.index_select(0, indices) for tensor in self._tensors]
+
+
 def make_fetch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Fetch:
     """How indices become a batch: by whole tensors, by `__getitems__`, or sample by sample."""
     if collate_fn is None and (tensors := _tensors(dataset)) is not None:
-        parts, through = tensors
-
-        def by_tensor(indices: torch.Tensor) -> list[torch.Tensor]:
-            if through is not None:
-                indices = through[indices]
-            return [part.index_select(0, indices) for part in parts]
-
-        return by_tensor
+        return TensorFetch(*tensors)
     join = default_collate_with_dataclasses if collate_fn is None else collate_fn
     return lambda indices: join(_samples(dataset, indices.tolist()))
 
@@ -263,6 +268,32 @@ class _InitWorker:
             self._then(worker)
 
 
+class Epoch(Iterator[tuple[Any, Micro]]):
+    """The batches of an epoch with their shares."""
+
+    def __init__(self, batches: Generator[tuple[Any, Micro]], *, may_fetch_ahead: bool) -> None:
+        self._batches, self._may_fetch_ahead = batches, may_fetch_ahead
+        self._held: tuple[Any, Micro] | None = None
+
+    def __next__(self) -> tuple[Any, Micro]:
+        if self._held is None:
+            return next(self._batches)
+        held, self._held = self._held, None
+        return held
+
+    def fetch_ahead(self) -> bool:
+        """Make the next batch now, where that can be done early without anybody noticing; return whether something was done."""
+        if not self._may_fetch_ahead or self._held is not None:
+            return False
+        self._held = next(self._batches, None)
+        return True
+
+    def close(self) -> None:
+        """Leave the epoch, wherever it is."""
+        self._held = None
+        self._batches.close()
+
+
 class Batches:
     """The batches of one rank, made in this process or by loader workers, on the rank's device."""
 
@@ -285,14 +316,19 @@ class Batches:
             )
         self._pin = options.pin_memory and self._loader is None
 
-    def epoch(self, micros: Iterator[Micro]) -> Generator[tuple[Any, Micro]]:
-        """Yield (batch, share); an empty share has no batch (None)."""
+    def epoch(self, micros: Iterator[Micro]) -> Epoch:
+        """Iterate over (batch, share); an empty share has no batch (None)."""
         if self._loader is None:
-            for micro in micros:
-                yield (self._to_device(self._fetch(micro.indices)) if len(micro.indices) else None), micro
-            return
+            return Epoch(self._fetched(micros), may_fetch_ahead=isinstance(self._fetch, TensorFetch))
+        return Epoch(self._loaded(self._loader, micros), may_fetch_ahead=False)
+
+    def _fetched(self, micros: Iterator[Micro]) -> Generator[tuple[Any, Micro]]:
+        for micro in micros:
+            yield (self._to_device(self._fetch(micro.indices)) if len(micro.indices) else None), micro
+
+    def _loaded(self, loader: DataLoader[Any], micros: Iterator[Micro]) -> Generator[tuple[Any, Micro]]:
         self._ahead.begin(micros)
-        batches = iter(self._loader)
+        batches = iter(loader)
         while True:
             try:
                 batch = next(batches)

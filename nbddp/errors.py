@@ -100,6 +100,8 @@ class WorkerError(RunFailed):
         self.cell = cell
         self.line = line
         self.remote_traceback = remote_traceback
+        if remote_traceback:
+            self.add_note(remote_traceback)  # shown where no notebook renders it, as in a script
 
     def _render_traceback_(self) -> list[str]:
         return [*self.remote_traceback.rstrip().splitlines(), f"{type(self).__name__}: {self}"]

@@ -72,7 +72,7 @@ class Plan:
             batch += f" (in {self.accumulate} micro-batches of {self.micro_batch_size})"
         if self.default_batch_size:
             batch += " (default)"
-        steps = f"{self.steps_per_epoch} steps/epoch"
+        steps = f"{self.steps_per_epoch} step{'s' if self.steps_per_epoch > 1 else ''}/epoch"
         if self.dropped:
             steps += f", {self.dropped} samples dropped"
         rate = "optimizer hook" if self.lr is None else f"lr {self.lr:g}"

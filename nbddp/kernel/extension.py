@@ -41,6 +41,7 @@ def load(shell: InteractiveShell) -> None:
     shell.events.register("post_run_cell", cells.ended)
     shell.register_magics(*loaded.magics)
     shell.Completer.custom_matchers.append(loaded.matcher)
+    shell.input_transformers_cleanup.insert(0, without_body)
     _loaded[shell] = loaded
     with contextlib.suppress(OSError):  # no process can be started: the first run will say so
         local.standby.warm()
@@ -59,5 +60,15 @@ def unload(shell: InteractiveShell) -> None:
             for name in names:
                 manager.magics[kind].pop(name, None)
         manager.registry.pop(type(magics).__name__, None)
+    if without_body in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(without_body)
     if loaded.matcher in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(loaded.matcher)
+
+
+def without_body(lines: list[str]) -> list[str]:
+    """Make a line magic of ``%%ddp_train`` with nothing below it, which IPython would refuse before we could show the help or say what is missing."""
+    text = "".join(lines).strip()
+    if "\n" in text or not text.startswith(("%%ddp_train", "%%ddp_plan")):
+        return lines
+    return [text.removeprefix("%") + "\n"]

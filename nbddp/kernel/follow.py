@@ -66,6 +66,7 @@ class Follower(threading.Thread):
         live: whether something works on the run; default: what the run directory says, which knows a supervisor only once that has taken the run over.
 
     Attributes:
+        caught_up: set when what was in the files at the start is folded.
         done: set at the end; `state` then contains every event that is in the files.
         view_error: the first exception of a listener. A view that breaks does not end the run.
     """
@@ -74,6 +75,7 @@ class Follower(threading.Thread):
         super().__init__(name=f"nbddp-follow-{run_dir.id}", daemon=True)
         self.run_dir = run_dir
         self.done = threading.Event()
+        self.caught_up = threading.Event()
         self.view_error: Exception | None = None
         self._settle = settle
         self._live = live or run_dir.live
@@ -117,13 +119,17 @@ class Follower(threading.Thread):
         finally:
             self._notify(last=True)
             self.done.set()
+            self.caught_up.set()
 
     def _follow(self) -> None:
         notified, changed = -math.inf, True
         idle_since: float | None = None
         while not self._stop_asked.is_set():
             ended = self._ended()
-            changed = self._read() or changed
+            read = self._read()
+            changed = read or changed
+            if not read:
+                self.caught_up.set()
             if ended:
                 self._drain()
                 return

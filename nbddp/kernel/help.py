@@ -9,6 +9,7 @@ import textwrap
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from nbddp.config import not_yet
 from nbddp.kernel.options import Option, synonyms_of, train_options
 from nbddp.kernel.request import LATER_HOOKS
 
@@ -64,7 +65,8 @@ def _flag(option: Option) -> str:
 
 def _meaning(option: Option) -> str:
     others = [name for name in synonyms_of(option.name) if name != "n"]
-    return "; ".join([option.help, *_default(option)]) + (f" (elsewhere: {', '.join(others)})" if others else "")
+    later = not_yet(option.name)
+    return "; ".join([option.help, *_default(option)]) + (f" ({later})" if later else "") + (f" (elsewhere: {', '.join(others)})" if others else "")
 
 
 def _default(option: Option) -> list[str]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from nbddp.state import RunState
 
 LOG_TAIL = 20
+CATCH_UP_S = 10.0
+"""How long opening a run waits for its events to be read; a long run of the past has many."""
 
 
 class Run:
@@ -59,6 +61,7 @@ class Run:
         self._holds: str | None = None
         self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive)
         self._follower.start()
+        self._follower.caught_up.wait(CATCH_UP_S)
 
     def __repr__(self) -> str:
         state = self._follower.state
@@ -85,7 +88,7 @@ class Run:
             return None
         else:
             failure = Failure.from_json(result["error"])
-            error = failure.to_exception(self.log(failure.rank).splitlines()[-LOG_TAIL:])
+            error = failure.to_exception([] if failure.rank is None else self.log(failure.rank).splitlines()[-LOG_TAIL:])
         if isinstance(error, RunFailed):
             error.run = self
         return error
@@ -175,12 +178,12 @@ class Run:
         else:
             local.kill_run(self._files)
 
-    def load(self, model: nn.Module | str | int | None = None, which: str | int = "last") -> nn.Module:
+    def load(self, model: nn.Module | str | int | None = None, which: nn.Module | str | int = "last") -> nn.Module:
         """Write the weights of a checkpoint into a model in place: `last`, `best`, `initial` or the number of an epoch.
 
         Args:
             model: default: the object that was bundled, whatever its name is bound to by now.
-            which: the checkpoint; alone it may stand first: ``run.load("best")``.
+            which: the checkpoint; it may stand first: ``run.load("best")``, ``run.load("best", net)``.
 
         Returns:
             the model; its mode, device and tied weights stay.
@@ -193,14 +196,18 @@ class Run:
 
         from nbddp.kernel import weights
 
-        target: object = self._model if model is None or isinstance(model, str | int) else model
+        given: object = model
         if isinstance(model, str | int):
-            which = model
+            given, which = which if isinstance(which, nn.Module) else None, model
+        target = self._model if given is None else given
         if target is None:
             message = f"run {self.id} was started by another kernel: name the model, run.load(net), or rebuild it with run.model()"
             raise ConfigError(message)
         if not isinstance(target, nn.Module):
             message = f"run.load takes a torch.nn.Module, not a {type(target).__name__}"
+            raise ConfigError(message)
+        if isinstance(which, nn.Module):
+            message = "run.load takes one module and one checkpoint, and was given two modules"
             raise ConfigError(message)
         ended = self._files.read_result() is not None
         at = weights.load_into(target, self._files, which)
@@ -302,8 +309,8 @@ class Run:
         weights.remember_initial(self._model, self._files)
         name = self._spec["model_name"]
         if self.state == "failed":
-            last = self._files.checkpoints / "last.pt"
-            self._holds = f"{name} is unchanged" + ('; the last checkpoint: run.load("last")' if last.is_file() else "")
+            have = [which for which in ("last", "best") if (self._files.checkpoints / f"{which}.pt").is_file()]
+            self._holds = f"{name} is unchanged" + (f'; there is {" and ".join(have)}: run.load("{have[0]}")' if have else "")
             return self._holds
         if which is None:
             self._holds = f"{name} is unchanged, as asked; run.load() loads the last checkpoint"
@@ -316,6 +323,15 @@ class Run:
         monitor = self._spec["plan"]["monitor"]
         self._holds = weights.holds_line(name, which, at, self._follower.state, monitor)
         return self._holds
+
+    def say_weights_wait(self) -> None:
+        """For a run in the background that has ended: its card says that the model is as it was."""
+        if self._load_pending and self.state != "failed":
+            self._holds = f"{self._spec['model_name']} is as it was: run.wait() or run.load() loads the weights"
+
+    def trains(self, model: nn.Module) -> bool:
+        """Whether this run goes on and was started with this very object."""
+        return self._model is model and not self._follower.done.is_set()
 
     def _settle(self) -> None:
         if self._supervised is not None:
@@ -372,6 +388,11 @@ def _release() -> None:
     for root in _roots:
         with contextlib.suppress(OSError):  # the folder is gone, or its disk
             release_data(root, wait=False, leaving=ProcessId.current())
+
+
+def training(model: nn.Module) -> list[Run]:
+    """The runs of this kernel that are training a model object now."""
+    return [run for run in list(_known.values()) if run.trains(model)]
 
 
 def last_run() -> Run | None:

@@ -82,17 +82,18 @@ class RunMagics(Magics):
     @no_var_expand
     @needs_local_scope
     def ddp_attach(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
-        """%ddp_attach RUN [--as NAME]: the view of a run, also of one that another kernel started; RUN is an id, a part of it, or a directory."""
+        """%ddp_attach RUN [--as NAME]: the view of a run, also of another kernel's, and `run` bound to it; RUN is an id, a part of it, or a directory."""
         __tracebackhide__ = True
         from nbddp.kernel.line import identifier
         from nbddp.kernel.options import ATTACH_OPTIONS
+        from nbddp.kernel.run import register
 
         found = self._split(line, ATTACH_OPTIONS, local_ns, "%ddp_attach RUN [--as NAME]", at_least=1, at_most=1)
         if found is None:
             return
         run = self._run(found.words, local_ns)
-        if "as" in found.values:
-            binder(self._shell, identifier(str(found.values["as"]), "--as"))(run)
+        register(run)
+        binder(self._shell, identifier(str(found.values["as"]), "--as") if "as" in found.values else None)(run)
         view = run.view()
         if view is not None:
             display(view)

@@ -23,10 +23,11 @@ from nbddp.config import TrainConfig
 from nbddp.data import split_size
 from nbddp.errors import BundleError, ConfigError
 from nbddp.kernel import inputs, weights
+from nbddp.kernel.hooks import check_hooks
 from nbddp.kernel.interrupt import Interrupts
 from nbddp.kernel.machine import check_devices, this_machine, visible_devices
-from nbddp.kernel.request import LATER_HOOKS, Bind, Request
-from nbddp.kernel.run import Run, register, run_root
+from nbddp.kernel.request import Bind, Request
+from nbddp.kernel.run import Run, register, run_root, training
 from nbddp.kernel.text import bytes_text
 from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local
@@ -76,9 +77,8 @@ def prepare(request: Request) -> Prepared:
         CheckpointError: where the run is to start from weights that do not fit.
     """
     _refuse_nested()
-    _check_hooks(request)
     model, notes = inputs.take_model(request.model)
-    _check_loss(request.hooks.get("loss"), model)
+    check_hooks(request.hooks, model)
     train = inputs.take_data(request.data, training=True)
     val = None if request.val is None else inputs.take_data(request.val, training=False)
     config = _config(request, train, val)
@@ -93,6 +93,7 @@ def prepare(request: Request) -> Prepared:
             raise ConfigError(message)
         n_val = split_size(n_train, config.val_split)
         n_train -= n_val
+        notes.append(f"val_split {config.val_split:g}: {n_val} samples to validate on, {n_train} to train on")
     if val is not None and n_val == 0:
         message = f"{request.val.name if request.val else 'the validation data'} is empty: leave --val out, or give it samples"
         raise ConfigError(message)
@@ -101,6 +102,9 @@ def prepare(request: Request) -> Prepared:
     notes += check_devices(plan, root)
     if (warning := keep_warning(model, world_size=plan.nproc, per_rank=plan.micro_batch_size)) is not None:
         notes.append(warning)
+    if request.hooks.get("scheduler") is not None and "scheduler_interval" not in config.given:
+        notes.append("the scheduler advances every step; --scheduler-interval epoch has it advance every epoch")
+    notes += [f"{request.model.name} is being trained by run {run.id} as well; the run that ends last lands in it" for run in training(model)]
     precision = config.matmul_precision
     if "matmul_precision" not in config.given:
         precision = torch.get_float32_matmul_precision()  # type: ignore[assignment]
@@ -118,37 +122,6 @@ def _refuse_nested() -> None:
     in_kernel = "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
     if not in_kernel and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         message = "RANK and WORLD_SIZE are set: working as a rank of torchrun is not available yet; call nbddp.train from a plain process"
-        raise ConfigError(message)
-
-
-def _check_hooks(request: Request) -> None:
-    for name in LATER_HOOKS:
-        if request.hooks.get(name) is not None:
-            message = f"the hook {name} is not available yet: leave it out"
-            raise ConfigError(message)
-    for name, hook in request.hooks.items():
-        if hook is not None and not callable(hook):
-            message = f"{name} is a {type(hook).__name__}: it must be a function"
-            raise ConfigError(message)
-    loss, step = request.hooks.get("loss"), request.hooks.get("training_step")
-    if loss is None and step is None:
-        message = "neither loss nor training_step is given: loss = nn.CrossEntropyLoss(), or def training_step(model, batch)"
-        raise ConfigError(message)
-    if loss is not None and step is not None:
-        message = "loss and training_step are both given: training_step computes the loss itself, keep one of the two"
-        raise ConfigError(message)
-    if isinstance(loss, type):
-        message = f"loss is the class {loss.__name__}, not an instance: write loss = nn.{loss.__name__}()"
-        raise ConfigError(message)
-
-
-def _check_loss(loss: object, model: nn.Module) -> None:
-    """Refuse parameters that nothing would train."""
-    if not isinstance(loss, torch.nn.Module):
-        return
-    known = {id(parameter) for parameter in model.parameters()}
-    if own := [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in known]:
-        message = f"loss ({type(loss).__name__}) has parameters of its own, {', '.join(own[:4])}: make it a part of the model, which is trained"
         raise ConfigError(message)
 
 
@@ -330,7 +303,8 @@ class _Watch:
     def __init__(self, run: Run, plan_line: str, *, background: bool) -> None:
         self._run, self._background = run, background
         self._warmed = False
-        self._view: View = open_view(run.files, run.follower.state, plan_line=plan_line)
+        # The prompt of a terminal is not to be written over by a run in the background.
+        self._view: View | None = None if background and not in_kernel() else open_view(run.files, run.follower.state, plan_line=plan_line)
 
     def update(self, state: RunState) -> None:
         """Called by the follower: show the state; once the first step is done, warm the next supervisor up."""
@@ -339,8 +313,9 @@ class _Watch:
             with contextlib.suppress(OSError):  # no process can be started: the next run will say so
                 local.standby.warm(niced=not state.done)
         if state.done and self._background:
+            self._run.say_weights_wait()
             self._finish()
-        elif not state.done:
+        elif not state.done and self._view is not None:
             self._view.update(state)
 
     def interrupted(self, count: int) -> None:
@@ -369,4 +344,5 @@ class _Watch:
         with contextlib.suppress(OSError):  # the disk is full, or the directory was deleted: the notebook has it all the same
             card.save(self._run.files.card)
             release_data(self._run.files.root, wait=False)  # what only the run before this one needed
-        self._view.finish(card)
+        if self._view is not None:
+            self._view.finish(card)

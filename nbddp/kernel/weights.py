@@ -86,7 +86,8 @@ def file_of(run: RunDir, which: str | int) -> Path:
         return path
     have = sorted(file.stem for file in run.checkpoints.glob("*.pt"))
     rule = f"it has {', '.join(have)}" if have else "it ended before its first one"
-    message = f"run {run.id} has no checkpoint {which}: {rule}"
+    remedy = "; --keep-last N keeps those of the last N epochs" if name != which else ""
+    message = f"run {run.id} has no checkpoint {which}: {rule}{remedy}"
     raise CheckpointError(message)
 
 
@@ -100,7 +101,9 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
     content = checkpoint.read(path)
     state = checkpoint.state_of(content, path)
     if (bad := checkpoint.non_finite(state)) is not None:
-        message = f"{path.name} of run {run.id} is not finite ({bad}): the model is unchanged; best is kept finite: run.load('best')"
+        finite = next((name for name in ("best", "initial") if name != which and (run.checkpoints / f"{name}.pt").is_file()), None)
+        other = "" if finite is None else f"; {finite} is: run.load({finite!r})"
+        message = f"{path.name} of run {run.id} is not finite ({bad}){other}; --on-nan skip or stop keeps the weights finite"
         raise CheckpointError(message)
     checkpoint.load_state(model, state, strict=True, what=f"{path.name} of run {run.id}")
     origin = origin_of(model)

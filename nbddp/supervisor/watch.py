@@ -216,7 +216,7 @@ class Watch(threading.Thread):
         if self._group.nproc == 1 and self.progress.ranks:
             row = self.progress.ranks[0]
             who = f"rank 0 is in the phase {row.phase}"
-        message = f"no rank made progress for {self._hang.quiet_s:.0f} s: {who}; all stacks are in {path}; raise hang_after_s if this is how long it takes"
+        message = f"no rank made progress for {self._hang.quiet_s:.0f} s: {who}; all stacks are in {path}; raise --hang-after-s if this is how long it takes"
         self._hang_failure = Failure("HangDetected", message, None if row is None else row.rank)
         self._end("hang", now)
 

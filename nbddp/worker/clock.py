@@ -39,7 +39,7 @@ class CpuClock:
     def __init__(self) -> None:
         self._times = [0.0] * N_PHASES
         self._last = 0.0
-        self._ready: float | None = None
+        self._ready = self._resumed = 0.0
 
     def start(self) -> None:
         self._times = [0.0] * N_PHASES
@@ -51,15 +51,21 @@ class CpuClock:
         self._last = now
 
     def gradients_ready(self) -> None:
-        self._ready = time.perf_counter()
+        self._ready = self._resumed = time.perf_counter()
+
+    def lap_ahead(self) -> None:
+        """After `gradients_ready`: what was done since then was data for the next step."""
+        self._resumed = time.perf_counter()
+        self._times[DATA] += self._resumed - self._ready
 
     def lap_backward(self) -> None:
-        """End a backward pass: what came after `gradients_ready` was the exposed part of the synchronisation."""
+        """End a backward pass: what came after `gradients_ready`, data left out, was the exposed part of the synchronisation."""
         now = time.perf_counter()
-        ready = now if self._ready is None else self._ready
-        self._times[BACKWARD] += ready - self._last
-        self._times[SYNC] += now - ready
-        self._last, self._ready = now, None
+        if not self._ready:
+            self._ready = self._resumed = now
+        self._times[BACKWARD] += self._ready - self._last
+        self._times[SYNC] += now - self._resumed
+        self._last, self._ready = now, 0.0
 
     def stop(self) -> StepTimes:
         return _Ready(self._times)
@@ -106,7 +112,11 @@ class CudaClock:
         self._mark(phase)
 
     def gradients_ready(self) -> None:
+        self._host = time.perf_counter()
         self._mark(BACKWARD)
+
+    def lap_ahead(self) -> None:
+        self._data += time.perf_counter() - self._host
 
     def lap_backward(self) -> None:
         self._host = time.perf_counter()

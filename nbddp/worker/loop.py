@@ -104,7 +104,7 @@ class Training:
         context, hooks, ranks, plan = self._context, self._context.hooks, self._context.ranks, self._context.plan
         self._progress.stage = stage.index
         hooks.prepare_loss(context.model, ranks.device)
-        replica = Replica(StepModule(context.model, hooks.training_step), stage.config, ranks)
+        replica = Replica(StepModule(context.model, hooks.training_step, hooks.training_name), stage.config, ranks)
         self._optimizer = make_optimizer(context.model, stage.config, hooks.optimizer)
         self._scheduler = Scheduler(self._optimizer, stage.config, hooks.scheduler)
         self._updater = Updater(context, replica, self._optimizer)

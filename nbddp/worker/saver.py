@@ -62,6 +62,9 @@ class Saver:
         self._writes = context.ranks.rank == 0
         self._every = Every.parse(context.config.checkpoint_every)
         self._last = self._last_best = time.monotonic()
+        # By default every epoch, where they are long; a cadence that is written out is kept.
+        self._limited = not {"checkpoint_every", "keep_last"} & context.config.given
+        self._first = True
         self._asked = False
         self._held_best: _Job | None = None
         self._kept: list[str] = []
@@ -78,8 +81,8 @@ class Saver:
         return self._every.at_step(step)
 
     def at_epoch(self, epoch: int, *, old_enough: bool) -> bool:
-        """Whether the options ask for a checkpoint after this epoch; `old_enough` is rank 0's word on the one before."""
-        return self._every.at_epoch(epoch) and old_enough
+        """Whether a checkpoint is due after this epoch; `old_enough` is rank 0's word on the one before."""
+        return self._every.at_epoch(epoch) and (old_enough or self._first or not self._limited)
 
     def due(self) -> bool:
         """By rank 0's clock: the cadence in minutes, and never longer than half an hour without one. Said once until it is written."""
@@ -120,7 +123,7 @@ class Saver:
         context.ranks.compare_replicas(context.model)
         streams = context.ranks.gather_objects(rng.capture(context.ranks.device))
         if last:
-            self._last, self._asked = time.monotonic(), False
+            self._last, self._asked, self._first = time.monotonic(), False, False
         if not self._writes:
             return
         weights = checkpoint.model_state(context.model)

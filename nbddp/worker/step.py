@@ -34,15 +34,23 @@ class StepResult:
 
 
 class StepModule(nn.Module):
-    """The user's model and step as one module."""
+    """The user's model and training step as one module.
 
-    def __init__(self, model: nn.Module, step: Step) -> None:
+    Its output is the loss alone, so that DDP looks for unused parameters from there and not from outputs that no gradient will come from; the rest of
+    what the step returned waits in `results`.
+    """
+
+    def __init__(self, model: nn.Module, step: Step, hook: str) -> None:
         super().__init__()
         self.model = model
-        self._step = step
+        self._step, self._hook = step, hook
+        self.results: list[StepResult] = []
 
-    def forward(self, batch: Any) -> Any:
-        return self._step(self.model, batch)
+    def forward(self, batch: Any) -> torch.Tensor:
+        result = read_result(self._step(self.model, batch), self._hook, training=True)
+        result.output = result.target = None  # as large as the batch, and needed by metrics in validation only
+        self.results.append(result)
+        return result.loss
 
 
 def step_from_loss(loss: Callable[[Any, Any], Any]) -> Step:

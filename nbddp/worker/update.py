@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nbddp.data import Micro
+from nbddp.data import Epoch, Micro
 from nbddp.precision import autocast_context
 from nbddp.worker.clock import DATA, FORWARD, NO_TIMES, OPTIMIZER, StepTimes, make_clock
 from nbddp.worker.errors import StepError
 from nbddp.worker.guard import Guard
 from nbddp.worker.optim import needs_closure
-from nbddp.worker.step import Signature, StepResult, read_result
+from nbddp.worker.step import Signature, StepResult
 from nbddp.worker.wrap import Replica, on_gradients_ready
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Updater:
                 loss, scale = self._weighed(self._forward(batch), share, updated)
                 reduced = None if updated.own_weights is None else self._reduce_weights(updated.own_weights)
                 if self._ranks.world_size > 1:
-                    self._synchronised(loss, scale)
+                    self._synchronised(loss, scale, batches)
                 else:
                     self._backward(loss, scale)
                 del loss
@@ -124,14 +124,15 @@ class Updater:
         self._position.phase = "forward"
         try:
             with autocast_context(self._context.plan.precision, self._ranks.device):
-                returned = self._replica.forward(batch)
+                loss = self._replica.forward(batch)
         except RuntimeError as error:
             if (explained := self._replica.explain(error)) is not None:
                 raise explained from None
             raise
-        result = read_result(returned, self._context.hooks.training_name, training=True)
-        result.output = result.target = None  # as large as the batch, and needed by metrics in validation only
+        result = self._replica.module.results.pop()
+        result.loss = loss
         if self.signature.check(result):
+            self._position.phase = "sync"
             self.signature.agree(self._ranks.gather_objects(self.signature.describe()))
             self.signature.order(result)
         self._clock.lap(FORWARD)
@@ -164,11 +165,18 @@ class Updater:
         self._scaled(loss, scale).backward()
         self._clock.lap_backward()
 
-    def _synchronised(self, loss: torch.Tensor, scale: torch.Tensor | float) -> None:
-        """The backward pass in which DDP reduces the gradients."""
+    def _synchronised(self, loss: torch.Tensor, scale: torch.Tensor | float, batches: Iterator[Batched]) -> None:
+        """The backward pass in which DDP reduces the gradients; while it waits for that, the next batch is made where it can be."""
+
+        def ready() -> None:
+            self._clock.gradients_ready()
+            self._position.phase = "sync"
+            if isinstance(batches, Epoch) and batches.fetch_ahead():
+                self._clock.lap_ahead()
+
         self._position.phase = "backward"
         scaled = self._scaled(loss, scale)
-        on_gradients_ready(scaled, self._ready)
+        on_gradients_ready(scaled, ready)
         scaled.backward()
         self._clock.lap_backward()
 
@@ -176,10 +184,6 @@ class Updater:
         if self._guard.refuses:  # a loss that is not finite makes every gradient so, on all ranks, also where its own gradient is finite
             scale = loss.detach() * 0 + scale
         return loss if isinstance(scale, float) and scale == 1.0 else loss * scale
-
-    def _ready(self) -> None:
-        self._clock.gradients_ready()
-        self._position.phase = "sync"
 
     def _reduce_weights(self, own: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Begin to sum the step's own weights over ranks, before the backward pass, so that it is done when that is."""
