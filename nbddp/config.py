@@ -87,6 +87,12 @@ def _precision(value: object) -> object:
     return _PRECISIONS[word]
 
 
+def _tf32(value: object) -> object:
+    """Understand ``tf32``: true is high, false is highest."""
+    flag = _flag(value)
+    return {True: "high", False: "highest"}[flag] if isinstance(flag, bool) else value
+
+
 def _auto_none(value: object) -> object:
     return None if isinstance(value, str) and value.lower() in ("auto", "none") else value
 
@@ -164,7 +170,9 @@ class TrainConfig(BaseModel):
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(_precision)] = _option(
         "auto", "auto, bf16, fp16 (loss scaling), fp32 (no autocast)", "precision and speed"
     )
-    matmul_precision: Literal["highest", "high", "medium"] = _option("highest", "torch.set_float32_matmul_precision", "precision and speed")
+    matmul_precision: Annotated[Literal["highest", "high", "medium"], BeforeValidator(_tf32)] = _option(
+        "highest", "torch.set_float32_matmul_precision; tf32 true is high", "precision and speed"
+    )
     cudnn_benchmark: Flag = _option(True, "let cuDNN time its kernels", "precision and speed")
     compile: Flag = _option(False, "torch.compile", "precision and speed")
     compile_mode: Literal["reduce-overhead", "max-autotune"] | None = _option(None, "mode of torch.compile", "precision and speed")
@@ -267,6 +275,7 @@ SYNONYMS = {
     "torch_compile": "compile",
     "torch_compile_cache_dir": "compile_cache_dir",
     "float32_matmul_precision": "matmul_precision",
+    "tf32": "matmul_precision",
     "benchmark": "cudnn_benchmark",
     "save_total_limit": "keep_last",
     "save_every": "checkpoint_every",

@@ -161,5 +161,7 @@ def _raised(rank: int, record: dict[str, Any]) -> Failure:
         what = f"left by sys.exit with exit code {exit_code}"
     else:
         what = ("failed inside a collective: " if record.get("collective") else "raised ") + (f"{name}: {text}" if text else name)
+        if record.get("collective") and "Timed out" in text:
+            what += "; another rank did not come to it within --process-group-timeout-s, and its log tells what it did"
     kind = "OutOfMemory" if record.get("oom") else "WorkerError"
     return Failure(kind, f"rank {rank} {what}{where}", rank, name, cell, line, str(record.get("traceback") or ""), exit_code=exit_code)

@@ -74,7 +74,7 @@ class Plan:
             batch += " (default)"
         steps = f"{self.steps_per_epoch} step{'s' if self.steps_per_epoch > 1 else ''}/epoch"
         if self.dropped:
-            steps += f", {self.dropped} samples dropped"
+            steps += f", {self.dropped} sample{'s' if self.dropped > 1 else ''} dropped"
         rate = "optimizer hook" if self.lr is None else f"lr {self.lr:g}"
         precision = f"{self.precision} (auto)" if self.default_precision else self.precision
         return " · ".join([f"{self.nproc} x {unit}", batch, steps, rate, precision, *(part for part in extra if part)])

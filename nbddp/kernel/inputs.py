@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
-from nbddp.errors import ConfigError
+from nbddp.errors import BundleError, ConfigError
 
 if TYPE_CHECKING:
     from nbddp.kernel.request import Named
@@ -30,6 +30,7 @@ def take_model(named: Named) -> tuple[nn.Module, list[str]]:
 
     Raises:
         ConfigError: where it is no module, or has nothing to train.
+        BundleError: where a parameter has hooks of its own, which would be lost without a word.
     """
     model, notes = named.value, []
     while (inner := _inside(model)) is not None:
@@ -45,6 +46,10 @@ def take_model(named: Named) -> tuple[nn.Module, list[str]]:
     if not any(parameter.requires_grad for parameter in parameters):
         message = f"no parameter of {named.name} requires a gradient: {named.name}.requires_grad_() makes all of them trainable"
         raise ConfigError(message)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            message = f"{named.name}: {name} has a hook on the tensor itself, which can't be sent to another process: register it in optimizer(model)"
+            raise BundleError(message)
     return model, notes
 
 

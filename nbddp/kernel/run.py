@@ -60,6 +60,8 @@ class Run:
         self._history = History(run_dir.events)
         self._holds: str | None = None
         self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive)
+        self._result: dict[str, Any] | None = None
+        self._follower.add_listener(self._remember_end)
         self._follower.start()
         self._follower.caught_up.wait(CATCH_UP_S)
 
@@ -72,17 +74,19 @@ class Run:
     @property
     def state(self) -> str:
         """starting, running, finished, stopped or failed."""
-        result = self._files.read_result()
-        if result is None and self._follower.done.is_set() and not self.dir.is_dir():
-            return "failed"
-        return str(result["state"]) if result is not None else self._follower.state.state
+        result = self._read_result()
+        if result is not None:
+            return str(result["state"])
+        state = self._follower.state
+        lost = self._follower.done.is_set() and not state.done and not self.dir.is_dir()
+        return "failed" if lost else state.state
 
     @property
     def error(self) -> NbddpError | None:
         """Why the run failed; None where it did not."""
-        result = self._files.read_result()
+        result = self._read_result()
         error: NbddpError
-        if result is None and self._follower.done.is_set() and not self.dir.is_dir():
+        if result is None and self.state == "failed" and not self.dir.is_dir():
             error = WorkerLost(f"the run directory {self.dir} was deleted while the run went on")
         elif result is None or not result.get("error"):
             return None
@@ -102,7 +106,7 @@ class Run:
     @property
     def timeline(self) -> dict[str, Any]:
         """Unix seconds: requested (the cell started), bundled, launched, first_step (rank 0 finished it), finished; None for what is still to come."""
-        state, result = self._follower.state, self._files.read_result()
+        state, result = self._follower.state, self._read_result()
         times = self._spec["times"]
         return {
             "requested": times["requested"],
@@ -328,6 +332,16 @@ class Run:
         """For a run in the background that has ended: its card says that the model is as it was."""
         if self._load_pending and self.state != "failed":
             self._holds = f"{self._spec['model_name']} is as it was: run.wait() or run.load() loads the weights"
+
+    def _remember_end(self, state: RunState) -> None:
+        if state.done:
+            self._read_result()
+
+    def _read_result(self) -> dict[str, Any] | None:
+        """The run's result, also after its directory was deleted."""
+        if self._result is None:
+            self._result = self._files.read_result()
+        return self._result
 
     def trains(self, model: nn.Module) -> bool:
         """Whether this run goes on and was started with this very object."""

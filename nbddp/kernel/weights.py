@@ -21,13 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Origin:
-    """What is known about a model object: the file with the weights first bundled for it, and what it holds now."""
+    """What is known about a model object: the file with the weights first bundled for it, and what was loaded into it last.
+
+    `versions` are those of its parameters after that: torch counts what is written to a tensor in place.
+    """
 
     initial: Path | None = None
-    holds: str | None = None
+    loaded: str | None = None
+    versions: tuple[int, ...] = ()
+
+    def holds(self, model: nn.Module) -> str | None:
+        """What the model holds; None where nothing was loaded, or its weights were changed since."""
+        return self.loaded if self.versions == _versions(model) else None
 
 
 _ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictionary()
+
+
+def _versions(model: nn.Module) -> tuple[int, ...]:
+    return tuple(version for parameter in model.parameters() for version in (id(parameter), parameter._version))
 
 
 def origin_of(model: nn.Module) -> Origin:
@@ -44,7 +56,7 @@ def initial_weights(init: str, model: nn.Module, root: Path) -> tuple[Path | Non
     """
     origin = origin_of(model)
     if init == "current":
-        return None, None if origin.holds is None else f"starts from {origin.holds}"
+        return None, None if (held := origin.holds(model)) is None else f"starts from {held}"
     if init == "initial":
         if origin.initial is None:
             return None, "starts from its initial weights, which are the current ones"
@@ -84,11 +96,25 @@ def file_of(run: RunDir, which: str | int) -> Path:
     path = run.checkpoints / f"{name}.pt"
     if path.is_file():
         return path
+    if not run.path.is_dir():
+        message = f"the directory of run {run.id} is gone, and its checkpoints with it"
+        raise CheckpointError(message)
+    if isinstance(which, int) and (other := _at_the_end_of(run, which)) is not None:
+        return other
     have = sorted(file.stem for file in run.checkpoints.glob("*.pt"))
     rule = f"it has {', '.join(have)}" if have else "it ended before its first one"
     remedy = "; --keep-last N keeps those of the last N epochs" if name != which else ""
     message = f"run {run.id} has no checkpoint {which}: {rule}{remedy}"
     raise CheckpointError(message)
+
+
+def _at_the_end_of(run: RunDir, epoch: int) -> Path | None:
+    """The last or the best checkpoint, where it is that of an epoch."""
+    for name in ("last", "best"):
+        path = run.checkpoints / f"{name}.pt"
+        if path.is_file() and (content := checkpoint.read(path)).get("epoch") == epoch and _whole(content):
+            return path
+    return None
 
 
 def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
@@ -108,10 +134,10 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
     checkpoint.load_state(model, state, strict=True, what=f"{path.name} of run {run.id}")
     origin = origin_of(model)
     if which == "initial":
-        origin.holds = None
+        origin.loaded = None
         return "its initial weights"
     at = f"epoch {content['epoch']}" + (f", step {content['step']}" if not _whole(content) else "")
-    origin.holds = f"run {run.id.rsplit('-', 1)[1]}, {at}"
+    origin.loaded, origin.versions = f"run {run.id.rsplit('-', 1)[1]}, {at}", _versions(model)
     return at
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from nbddp.bundle import CellSource
 
 _TRANSPORT = re.compile(r"\bgloo/|\bProcessGroup(Gloo|NCCL|Wrapper)?\b|\bNCCL error\b|\bTCPStore\b|c10d")
+_WORKER_GONE = re.compile(r"DataLoader worker \(pid.+\) (is killed by signal|exited unexpectedly)")
+"""torch notices a loader worker's end by a signal, and raises wherever the rank is at that moment."""
 _LOST = re.compile(r"Connection (was )?(closed|reset|refused) by peer|Broken pipe|Timed out waiting|Socket Timeout|timeout caused pair closure", re.IGNORECASE)
 
 
@@ -41,6 +43,8 @@ def failure_record(error: BaseException, cells: Mapping[str, CellSource], phase:
 
 
 def _message(error: BaseException) -> str:
+    if _WORKER_GONE.search(text := message_of(error)):
+        return f"{text.rstrip('. ')}; if memory was short, the kernel's out-of-memory killer did it: fewer loader workers, or a smaller prefetch_factor"
     if isinstance(error, SystemExit):
         return f"the step called sys.exit({'' if error.code is None else repr(error.code)})"
     if isinstance(error, torch.OutOfMemoryError):
@@ -83,7 +87,11 @@ def is_collective(error: BaseException) -> bool:
 
 def _place(error: BaseException, cells: Mapping[str, CellSource]) -> Place | None:
     """Where the failure is: the innermost line of a cell, else the innermost line of the user's code."""
+    if _WORKER_GONE.search(message_of(error)):
+        return None
     places = [place for place in error_places(error) if place.foreign]
+    if not places and error.__cause__ is not None:  # StopIteration reaches us as what a generator made of it
+        return _place(error.__cause__, cells)
     if isinstance(error, SyntaxError) and error.filename is not None:
         places.append(Place(error.filename, error.lineno or 1, Path(error.filename).name))
     best = [place for place in places if place.file in cells] or places

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nbddp.worker.context import Context
 
 AT_MOST_EVERY_S = 20.0
+BEST_EVERY_WRITES = 20
+"""The best checkpoint is written at once where files are small: at most a twentieth of the time goes into writing it."""
 AT_LEAST_EVERY_S = 30 * 60.0
 GIVE_UP_S = 1.0
 """A run that failed waits this long for the file that is being written: whoever waits for this rank is to hear of it first."""
@@ -65,6 +67,7 @@ class Saver:
         # By default every epoch, where they are long; a cadence that is written out is kept.
         self._limited = not {"checkpoint_every", "keep_last"} & context.config.given
         self._first = True
+        self._write_s = 0.0
         self._asked = False
         self._held_best: _Job | None = None
         self._kept: list[str] = []
@@ -114,7 +117,7 @@ class Saver:
         Args:
             state: optimizer, scheduler, position and sums, without model and random states.
             value: the monitored value.
-            best: it is the best so far. Where last.pt is not written as well, best.pt is at most every 20 s, and at the end.
+            best: it is the best so far. Where last.pt is not written as well, best.pt is at most every 20 s (more often where files are small), and at the end.
             last: write last.pt and, with keep_last above 1, a file of this epoch or step.
         """
         context = self._context
@@ -160,7 +163,10 @@ class Saver:
 
     def release_best(self, *, force: bool = False) -> None:
         """Write the best checkpoint that was held back so as not to write too often."""
-        if self._held_best is not None and (force or (time.monotonic() - self._last_best >= AT_MOST_EVERY_S and self._jobs.empty())):
+        if self._held_best is None:
+            return
+        wait_s = min(AT_MOST_EVERY_S, self._write_s * BEST_EVERY_WRITES)
+        if force or (time.monotonic() - self._last_best >= wait_s and self._jobs.empty()):
             job, self._held_best = self._held_best, None
             self._last_best = time.monotonic()
             self._put(job)
@@ -202,8 +208,10 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             if self._error is not None:
                 continue  # the main thread raises it at its next checkpoint
+            began = time.monotonic()
             try:
                 self._write(job)
+                self._write_s = time.monotonic() - began
             except BaseException as error:  # noqa: BLE001 - without this thread the main one would wait for ever; it raises the error
                 self._error = error
 

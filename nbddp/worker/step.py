@@ -5,6 +5,7 @@ The model and the step are one module, so that DDP synchronises whatever the ste
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ def read_result(returned: Any, hook: str, *, training: bool) -> StepResult:
             raise StepError(message)
         scalars = {str(name): _scalar(hook, str(name), value) for name, value in returned.items() if name not in RESERVED}
         weight = returned.get("weight")
-        weight = None if weight is None else _scalar(hook, "weight", weight)
+        weight = None if weight is None else _weight(hook, weight)
         result = StepResult(returned["loss"], weight, returned.get("output"), returned.get("target"), scalars)
     else:
         message = f"{hook} returned {type(returned).__name__}: it returns the scalar loss, or a dict with 'loss'"
@@ -165,6 +166,17 @@ class Signature:
     def describe(self) -> tuple[tuple[str, ...], bool]:
         """What `agree` compares."""
         return self.names or (), self.weighted
+
+
+def _weight(hook: str, value: Any) -> torch.Tensor | float:
+    """A finite number that is not negative; one on a GPU is taken as it is, since looking at it would make the host wait."""
+    weight = _scalar(hook, "weight", value)
+    if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+        return weight
+    if not (math.isfinite(number := float(weight)) and number >= 0):
+        message = f"{hook} returned weight {number:g}: it is the number of samples that the loss is the mean over, finite and at least 0"
+        raise StepError(message)
+    return weight
 
 
 def _words(names: tuple[str, ...], *, weighted: bool) -> str:

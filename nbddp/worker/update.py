@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from nbddp.worker.context import Context
 
+CALLED_BACKWARD = "the step called backward() itself, and its gradients would count twice: return the loss, the loop calls backward()"
+
 Batched = tuple[Any, Micro]
 
 
@@ -102,9 +104,9 @@ class Updater:
             self._clock.lap(DATA)
             if number < self._accumulate - 1:
                 with self._replica.inner():
-                    self._backward(*self._weighed(self._forward(batch), share, updated))
+                    self._backward(*self._weighed(self._forward(batch, first=number == 0), share, updated))
             else:
-                loss, scale = self._weighed(self._forward(batch), share, updated)
+                loss, scale = self._weighed(self._forward(batch, first=number == 0), share, updated)
                 reduced = None if updated.own_weights is None else self._reduce_weights(updated.own_weights)
                 if self._ranks.world_size > 1:
                     self._synchronised(loss, scale, batches)
@@ -120,7 +122,7 @@ class Updater:
         self._clock.lap(OPTIMIZER)
         return updated
 
-    def _forward(self, batch: Any) -> StepResult:
+    def _forward(self, batch: Any, *, first: bool) -> StepResult:
         self._position.phase = "forward"
         try:
             with autocast_context(self._context.plan.precision, self._ranks.device):
@@ -129,6 +131,8 @@ class Updater:
             if (explained := self._replica.explain(error)) is not None:
                 raise explained from None
             raise
+        if first and any(parameter.grad is not None for parameter in self._replica.trainable):
+            raise StepError(CALLED_BACKWARD)
         result = self._replica.module.results.pop()
         result.loss = loss
         if self.signature.check(result):
@@ -191,10 +195,10 @@ class Updater:
         return total, dist.all_reduce(total, async_op=True) if self._ranks.world_size > 1 else None
 
     def _divide(self, total: torch.Tensor, work: dist.Work | None) -> None:
-        """From DDP's mean over ranks of summed gradients to the mean over all weights."""
+        """From DDP's mean over ranks of summed gradients to the mean over all weights; where these are 0, nothing counts and the gradient is 0."""
         if work is not None:
             work.wait()
-        factor = self._ranks.world_size / total.clamp(min=torch.finfo(torch.float64).tiny)
+        factor = torch.where(total > 0, self._ranks.world_size / total, torch.zeros_like(total))
         for parameter in self._replica.trainable:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.real.dtype))

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from nbddp.worker.errors import StepError
+
 pytestmark = pytest.mark.distributed
 
 N, FEATURES = 103, 6
@@ -172,3 +174,35 @@ def test_lbfgs_from_the_hook_searches_the_same_line_on_all_ranks(training):
         other = training(nproc, regression, hooks, epochs=2, batch_size=102)
         np.testing.assert_allclose(other.history["loss"], one.history["loss"], rtol=1e-8)
     assert one.history["loss"][-1] < one.history["loss"][0]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_step_in_which_nothing_counts_changes_nothing(training, nproc, dtype):
+    """Its own loss is unknown, that of the others is not, and neither are the weights."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Linear(3, 1).to(dtype), TensorDataset(torch.randn(48, 3, dtype=dtype)), None
+
+    def step(model, batch):
+        keep = torch.zeros(()) if step.number == 1 else torch.ones(())
+        step.number += 1
+        return {"loss": model(batch[0]).square().mean() * keep, "weight": keep * len(batch[0])}
+
+    step.number = 0
+    result = training(nproc, make, {"training_step": step}, optimizer="sgd", lr=0.1, batch_size=12, shuffle=False)
+    losses = result.history["loss"]
+    assert np.isnan(losses).tolist() == [False, True, False, False]
+    assert np.isfinite(result.weights[0]["weight"]).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_a_step_that_calls_backward_itself_is_refused(training, options):
+    def step(model, batch):
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(StepError, match="the step called backward\\(\\) itself, and its gradients would count twice"):
+        run(training, 1, {"training_step": step}, **options)

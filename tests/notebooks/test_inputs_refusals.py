@@ -121,6 +121,13 @@ def test_a_loss_with_parameters_that_nothing_would_train_is_refused(things, nb):
     assert refused(nb, "net train_set", "ConfigError", body).startswith("loss (Learned) has parameters of its own, scale: make it a part of the model")
 
 
+def test_a_hook_on_a_parameter_is_refused_by_name(things, nb):
+    nb.run("hooked = nn.Linear(4, 2)\nhandle = hooked.weight.register_hook(lambda gradient: gradient * 0)", check=True)
+    assert refused(nb, "hooked train_set") == (
+        "hooked: weight has a hook on the tensor itself, which can't be sent to another process: register it in optimizer(model)"
+    )
+
+
 @pytest.mark.parametrize("command", ["get_ipython().user_ns", "!echo on every rank", "%time x = 1"])
 def test_a_magic_inside_a_step_is_refused_by_name(things, nb, command):
     """It would run in the rank, where there is no notebook."""

@@ -78,7 +78,7 @@ def test_another_kernel_watches_and_stops_a_run_and_has_its_model(nb, other):
         assert other.eval(f"repr(there.{expression})") == nb.eval(f"repr(run.{expression})")  # repr, for the nan of epochs without a validation
     card = other.run(f"%ddp_attach {run_id}", check=True).shown()[0]
     assert card.splitlines()[:8] == nb.eval("run.card().text").splitlines()[:8]
-    assert other.eval("nbddp.last_run") is None
+    assert other.eval("nbddp.last_run is run and run.id") == run_id
 
 
 def test_a_background_run_outlives_its_kernel_and_is_found_again(notebook, tmp_path, other):
@@ -182,6 +182,20 @@ def test_checkpoints_are_loaded_by_name_and_by_epoch(nb):
     error = nb.run("%ddp_load wide").error
     assert error.ename == "CheckpointError"
     assert nb.eval("same(wide.state_dict(), held)") is True
+
+
+def test_what_a_model_starts_from_is_said_only_while_it_is_true(nb):
+    nb.run(f"%%ddp_train net samples {BRIEF}\n{STEP}", check=True)
+    assert "net starts from run" in nb.run("%ddp_plan net samples", check=True).text
+    nb.run("with torch.no_grad():\n    next(net.parameters()).zero_()", check=True)
+    assert "starts from" not in nb.run("%ddp_plan net samples", check=True).text
+
+
+def test_a_run_that_has_ended_stays_what_it_was_without_its_directory(nb):
+    nb.run(f"%%ddp_train net samples {BRIEF}\n{STEP}", check=True)
+    nb.run("import shutil\nshutil.rmtree(run.dir)", check=True)
+    assert nb.eval("(run.state, run.error)") == ("finished", None)
+    assert "is gone, and its checkpoints with it" in nb.run("run.load()").error.traceback
 
 
 def test_where_a_run_starts(nb, tmp_path):

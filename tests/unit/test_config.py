@@ -321,3 +321,8 @@ def test_settings_are_fields_and_those_of_other_systems_come_later():
         read_settings({"gpus": [0, 1], "trainer": {}})
     with pytest.raises(ConfigError, match="epoch is not an option"):
         read_settings({"epoch": 3})
+
+
+@pytest.mark.parametrize("value, precision", [(True, "high"), ("false", "highest"), ("medium", "medium")])
+def test_tf32_is_a_precision_of_matmul(value, precision):
+    assert TrainConfig(tf32=value).matmul_precision == precision

@@ -112,3 +112,10 @@ def test_exceptions_of_no_rank() -> None:
 def test_signals_without_a_name() -> None:
     assert signal_name(9) == "SIGKILL"
     assert signal_name(40) == "40"
+
+
+def test_a_timeout_names_the_option_and_says_whom_to_look_at():
+    record = {**COLLECTIVE, "message": "Timed out waiting 3000ms for recv operation"}
+    failure = verdict([RankEnd(0, 0, 1, record)])
+    assert failure is not None
+    assert "another rank did not come to it within --process-group-timeout-s" in failure.message

@@ -221,3 +221,10 @@ def test_the_log_line_in_full():
     assert log_line(REPORT, world_size=2) == line + "   Time Loss Aggregation: 0.002 (0.002)"
     assert "[4750000/4750000 (100%)]" in log_line({**REPORT, "samples": 4750000}, world_size=1)
     assert "Loss: nan (inf)" in log_line({**REPORT, "loss": float("nan"), "epoch_loss": float("inf")}, world_size=1)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-0.5)], ids=str)
+def test_a_weight_is_finite_and_not_negative(weight):
+    returned = {"loss": torch.ones((), requires_grad=True), "weight": weight}
+    with pytest.raises(StepError, match=r"training_step returned weight .*: it is the number of samples .*, finite and at least 0"):
+        read_result(returned, "training_step", training=True)

@@ -222,3 +222,24 @@ def in_user_code(text):
 )
 def test_errors_of_a_collective_are_told_from_those_of_the_user(error, collective):
     assert is_collective(error) is collective
+
+
+def test_a_loader_worker_that_was_killed_is_nobodys_line():
+    """torch raises in a signal handler, wherever the rank is."""
+    code = compile("raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed. ')", CELL, "exec")
+    record = failure_record(raised(exec, code, {}), cells(), "forward")
+    assert (record["cell"], record["line"]) == (None, None)
+    assert record["message"].startswith("DataLoader worker (pid 7) is killed by signal: Killed; if memory was short")
+
+
+def test_a_stop_iteration_in_a_generator_of_ours_has_its_line():
+    code = compile("\n\nraise StopIteration", CELL, "exec")
+
+    def ours():
+        exec(code, {})
+        yield
+
+    error = raised(next, ours())
+    error.__traceback__ = None  # as if only our frames were there
+    record = failure_record(error, cells(), "data")
+    assert (record["type"], record["cell"], record["line"]) == ("RuntimeError", 7, 3)
