@@ -232,6 +232,36 @@ def test_the_loss_hook_passes_several_inputs(training):
     np.testing.assert_allclose(result.history["loss"], run(training, 1).history["loss"], rtol=1e-10)
 
 
+def test_a_share_set_aside_is_validated_on_and_never_trained_on(training):
+    """SGD with lr 1 moves the row of every sample that is trained on; the loss of validation is the mean of the numbers set aside."""
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return index
+
+    def make_rows():
+        return nn.Embedding.from_pretrained(torch.zeros(40, 1, dtype=torch.float64), freeze=False), Numbers(), None
+
+    def validation_step(model, batch):
+        return {"loss": batch.double().mean(), "moved": (model(batch) != 0).double().mean()}
+
+    def split(nproc):
+        hooks = {"validation_step": validation_step}
+        step = {"val_split": 0.3, "optimizer": "sgd", "lr": 1.0, "batch_size": 6, "drop_last": False}
+        result = run(training, nproc, lambda model, batch: model(batch).mean(), make_rows, hooks, **step)
+        return result.weights[0]["weight"][:, 0] == 0, result
+
+    (aside, one), (again, three) = split(1), split(3)
+    assert aside.sum() == 12
+    np.testing.assert_array_equal(aside, again)
+    for result in (one, three):
+        assert result.epochs["val_moved"].tolist() == [0.0, 0.0]
+        assert result.epochs["val_loss"].tolist() == pytest.approx([np.flatnonzero(aside).mean()] * 2, rel=1e-12)
+
+
 # -- models
 
 

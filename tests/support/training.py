@@ -61,6 +61,7 @@ def train_rank(rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], h
     import torch
     import torch.distributed as dist
 
+    from nbddp.data import split_size
     from nbddp.worker.context import Context, Hooks
     from nbddp.worker.group import Ranks
     from nbddp.worker.loop import train
@@ -72,6 +73,9 @@ def train_rank(rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], h
     world_size = dist.get_world_size()
     model, train_data, val_data = make()
     n_train, n_val = len(train_data), 0 if val_data is None else len(val_data)
+    if config.val_split is not None:
+        n_val = split_size(n_train, config.val_split)
+        n_train -= n_val
     plan = make_plan(config.replace(nproc=world_size, devices="cpu"), n_train=n_train, n_val=n_val, machine=Machine((), 2), has_optimizer="optimizer" in hooks)
     telemetry = dist.new_group(backend="gloo") if world_size > 1 else None
     context = Context(
