@@ -68,18 +68,23 @@ def split_size(n: int, share: float) -> int:
     return min(max(1, round(n * share)), n - 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Micro:
     """One rank's share of one micro-batch.
 
     `indices` is int64 of shape (n,). `weight` is the number of samples that count: 0 where the rank has none left and repeats one to keep step with the
-    others. `n_global` is the number of samples of the whole step over all ranks, `seed` what loader workers are seeded with.
+    others. `n_global` is the number of samples of the whole step over all ranks, `place` what tells this micro-batch from all others.
     """
 
     indices: torch.Tensor
     weight: int
     n_global: int
-    seed: int
+    place: tuple[str | int, ...]
+
+    @property
+    def seed(self) -> int:
+        """What a loader worker is seeded with before it makes the batch."""
+        return derive_seed(*self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,8 @@ class Shares:
             whole = order[step * self.batch_size : (step + 1) * self.batch_size]
             mine = whole[self.rank :: self.world_size]
             for number, part in enumerate(mine.tensor_split(self.accumulate) if self.accumulate > 1 else (mine,)):
-                seed = derive_seed("batch", self.seed, self.stage, epoch, step, number, self.rank)
-                yield Micro(part if len(part) else whole[:1], len(part), len(whole), seed)
+                place = ("batch", self.seed, self.stage, epoch, step, number, self.rank)
+                yield Micro(part if len(part) else whole[:1], len(part), len(whole), place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class ValShares:
             stop = min(self.n, (step + 1) * self.batch_size)
             first = min(stop, step * self.batch_size + self.rank)
             indices = torch.arange(first, stop, self.world_size)
-            yield Micro(indices, len(indices), stop - step * self.batch_size, derive_seed("val", self.seed, epoch, step, self.rank))
+            yield Micro(indices, len(indices), stop - step * self.batch_size, ("val", self.seed, epoch, step, self.rank))
 
 
 class TensorFetch:

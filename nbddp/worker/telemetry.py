@@ -34,7 +34,7 @@ STEP, LOSS, WEIGHT, TIMES, AGGREGATION, FIRST_SCALAR = 0, 1, 2, 3, 3 + N_PHASES,
 _ROWS, _FLAGS, _NEXT_K, _MEMORY = range(4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
     """One step of this rank. `sums` are loss x weight, weight and the scalars x weight, as numbers or as tensors on the device."""
 
