@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from nbddp.deathguard import die_with_parent
 
-Fetch = Callable[[torch.Tensor], Any]
-"""Makes a batch of the samples at these indices: int64 of shape (n,)."""
+Indices = NDArray[np.int64]
+Fetch = Callable[[Indices], Any]
+"""Makes a batch of the samples at these indices, of shape (n,)."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -72,11 +74,11 @@ def split_size(n: int, share: float) -> int:
 class Micro:
     """One rank's share of one micro-batch.
 
-    `indices` is int64 of shape (n,). `weight` is the number of samples that count: 0 where the rank has none left and repeats one to keep step with the
+    `indices` is of shape (n,). `weight` is the number of samples that count: 0 where the rank has none left and repeats one to keep step with the
     others. `n_global` is the number of samples of the whole step over all ranks, `place` what tells this micro-batch from all others.
     """
 
-    indices: torch.Tensor
+    indices: Indices
     weight: int
     n_global: int
     place: tuple[str | int, ...]
@@ -107,11 +109,11 @@ class Shares:
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Micro]:
         """The micro-batches of an epoch from `start_step` on, `accumulate` per step."""
-        order = epoch_order(self.n, seed=self.seed, stage=self.stage, epoch=epoch, shuffle=self.shuffle)
+        order = epoch_order(self.n, seed=self.seed, stage=self.stage, epoch=epoch, shuffle=self.shuffle).numpy()
         for step in range(start_step, self.steps):
             whole = order[step * self.batch_size : (step + 1) * self.batch_size]
             mine = whole[self.rank :: self.world_size]
-            for number, part in enumerate(mine.tensor_split(self.accumulate) if self.accumulate > 1 else (mine,)):
+            for number, part in enumerate(np.array_split(mine, self.accumulate) if self.accumulate > 1 else (mine,)):
                 place = ("batch", self.seed, self.stage, epoch, step, number, self.rank)
                 yield Micro(part if len(part) else whole[:1], len(part), len(whole), place)
 
@@ -135,7 +137,7 @@ class ValShares:
         for step in range(start_step, self.steps):
             stop = min(self.n, (step + 1) * self.batch_size)
             first = min(stop, step * self.batch_size + self.rank)
-            indices = torch.arange(first, stop, self.world_size)
+            indices = np.arange(first, stop, self.world_size)
             yield Micro(indices, len(indices), stop - step * self.batch_size, ("val", self.seed, epoch, step, self.rank))
 
 
@@ -145,10 +147,11 @@ class TensorFetch:
     def __init__(self, tensors: tuple[torch.Tensor, ...], through: torch.Tensor | None) -> None:
         self._tensors, self._through = tensors, through
 
-    def __call__(self, indices: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, indices: Indices) -> list[torch.Tensor]:
+        index = torch.from_numpy(np.ascontiguousarray(indices))
         if self._through is not None:
-            indices = self._through[indices]
-        return [tensor.index_select(0, indices) for tensor in self._tensors]
+            index = self._through[index]
+        return [tensor.index_select(0, index) for tensor in self._tensors]
 
 
 def make_fetch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Fetch:
@@ -217,12 +220,12 @@ class _SeededFetch(Dataset[Any]):
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, key: tuple[int, np.ndarray]) -> Any:
+    def __getitem__(self, key: tuple[int, Indices]) -> Any:
         seed, indices = key
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # numpy's global stream: user code draws from it
-        return self._fetch(torch.from_numpy(indices)) if len(indices) else None
+        return self._fetch(indices) if len(indices) else None
 
 
 class _Ahead(Sampler[Any]):
@@ -236,10 +239,10 @@ class _Ahead(Sampler[Any]):
         self._micros = micros
         self._drawn.clear()
 
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple[int, Indices]]:
         for micro in self._micros:
             self._drawn.append(micro)
-            yield micro.seed, micro.indices.numpy()  # a tensor would travel by shared memory, which costs more than its few bytes
+            yield micro.seed, micro.indices
 
     def arrived(self) -> Micro:
         """The share of the batch that the loader hands out now: batches come in the order in which they were drawn."""

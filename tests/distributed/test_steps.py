@@ -447,7 +447,7 @@ def plain_loop(rank, optimizer, scheduler=None, clip=None, epochs=2, batch=12, a
     for epoch in range(1, epochs + 1):
         shares = Shares(N, batch, 1, 0, accumulate, drop_last=True, shuffle=True, seed=0)
         for number, micro in enumerate(shares.epoch(epoch)):
-            x, y = train[micro.indices]
+            x, y = train[torch.from_numpy(micro.indices)]
             loss = nn.functional.mse_loss(net(x), y)
             (loss / accumulate).backward()
             losses.append(loss.item())
@@ -736,7 +736,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(training, ranks):
             lr.append(optimizer.param_groups[0]["lr"])
             if number == skipped:
                 continue
-            x, y = train[micro.indices]
+            x, y = train[torch.from_numpy(micro.indices)]
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()

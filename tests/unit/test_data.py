@@ -131,7 +131,7 @@ class OwnTensors(TensorDataset):
 
 
 def index(*indices):
-    return torch.tensor(indices)
+    return np.array(indices)
 
 
 def test_samples_are_collated_as_torch_does_it():
@@ -154,7 +154,7 @@ def test_a_collate_function_gets_the_samples():
 
 def test_a_dataset_that_fetches_several_at_once_does():
     assert make_fetch(InOne(), lambda samples: samples)(index(3, 1)) == [("together", 3), ("together", 1)]
-    assert make_fetch(Part(InOne(), index(5, 6, 7)), lambda samples: samples)(index(2, 0)) == [("together", 7), ("together", 5)]
+    assert make_fetch(Part(InOne(), torch.tensor([5, 6, 7])), lambda samples: samples)(index(2, 0)) == [("together", 7), ("together", 5)]
 
 
 def test_tensors_are_fetched_as_a_whole_and_as_torch_would_collate_them():
@@ -164,10 +164,14 @@ def test_tensors_are_fetched_as_a_whole_and_as_torch_would_collate_them():
     assert y.tolist() == [7, 2]
 
 
-@pytest.mark.parametrize(
-    "through",
-    [lambda d: Subset(Subset(d, [9, 8, 7, 6, 5]), [4, 2, 0]), lambda d: Part(Subset(d, range(5, 10)), index(0, 2, 4)), lambda d: Part(d, index(5, 7, 9))],
-)
+PARTS = [
+    lambda d: Subset(Subset(d, [9, 8, 7, 6, 5]), [4, 2, 0]),
+    lambda d: Part(Subset(d, range(5, 10)), torch.tensor([0, 2, 4])),
+    lambda d: Part(d, torch.tensor([5, 7, 9])),
+]
+
+
+@pytest.mark.parametrize("through", PARTS)
 @pytest.mark.parametrize("of", [TensorDataset, OwnTensors])
 def test_parts_of_a_dataset_are_fetched_through_their_indices(through, of):
     part = through(of(torch.arange(10), torch.arange(10) * 10))
@@ -325,3 +329,19 @@ def test_a_batch_for_the_cpu_is_the_one_that_was_made():
     made = object()
     batches = Batches(lambda indices: made, LoaderOptions(), CPU)
     assert next(batches.epoch(shares(2, 1, 1, 0).epoch(1)))[0] is made
+
+
+def test_whole_tensors_are_fetched_ahead_and_what_user_code_makes_is_not():
+    for dataset, ahead in ((TensorDataset(torch.arange(10)), True), (Plain(), False)):
+        batches = Batches(make_fetch(dataset, None), LoaderOptions(), CPU)
+        epoch = batches.epoch(shares(10, 4, 1, 0, drop_last=False, shuffle=False).epoch(1))
+        seen = []
+        assert epoch.fetch_ahead() is ahead
+        assert epoch.fetch_ahead() is False, "one batch is enough"
+        for batch, micro in epoch:
+            seen.append((batch[-1].flatten().tolist(), micro.weight))
+            epoch.fetch_ahead()
+        assert [weight for _, weight in seen] == [4, 4, 2]
+        assert [number // (1 if ahead else 10) for numbers, _ in seen for number in numbers] == list(range(10))
+        epoch.close()
+        assert next(epoch, None) is None
