@@ -26,8 +26,8 @@ def _steps() -> list[tuple[str, float, str]]:
     figures = steps.measure()
     print(json.dumps(figures))
     return [
-        ("steps/s / hand-written loop with DataLoader", figures["nbddp"] / figures["dataloader_loop"], "at least 1.1, aim 1.2"),
-        ("steps/s / hand-written loop over pre-batched tensors", figures["nbddp"] / figures["prebatched_loop"], "at least 0.95, aim 0.99"),
+        ("steps/s / hand-written loop with DataLoader", figures["nbddp / dataloader_loop"], "at least 1.1, aim 1.2"),
+        ("steps/s / hand-written loop over pre-batched tensors", figures["nbddp / prebatched_loop"], "at least 0.95, aim 0.99"),
     ]
 
 

@@ -14,8 +14,8 @@ from benchmarks.workload import RANKS
 EPOCHS = 8
 
 
-def measure(rounds: int = 5) -> dict[str, float]:
-    """Steps per second, medians over rounds in which each loop ran once; the first epoch of each is left out."""
+def measure(rounds: int = 7) -> dict[str, float]:
+    """Steps per second, medians over rounds in which each loop ran once, and the medians of the rounds' ratios; the first epoch of each is left out."""
     figures: dict[str, list[float]] = {"dataloader_loop": [], "prebatched_loop": [], "nbddp": []}
     with tempfile.TemporaryDirectory() as folder, kernel(Path(folder)) as running:
         running.run("%load_ext nbddp")
@@ -27,4 +27,8 @@ def measure(rounds: int = 5) -> dict[str, float]:
             running.run(f"%%ddp_train net train_set -n {RANKS} --devices cpu --epochs {EPOCHS} --batch-size 256 --lr 1e-3\nloss = nn.CrossEntropyLoss()")
             rates = running.value("(run.history['step'].size / run.epochs['epoch'].size / run.epochs['duration_s']).tolist()")
             figures["nbddp"].append(statistics.median(rates[1:]))  # type: ignore[index]
-    return {name: statistics.median(values) for name, values in figures.items()}
+    ratios = {
+        f"nbddp / {name}": statistics.median(ours / peer for ours, peer in zip(figures["nbddp"], figures[name], strict=True))
+        for name in ("dataloader_loop", "prebatched_loop")
+    }
+    return {name: statistics.median(values) for name, values in figures.items()} | ratios

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from nbddp.worker.context import Context
 
 AT_MOST_EVERY_S = 20.0
-BEST_EVERY_WRITES = 20
-"""The best checkpoint is written at once where files are small: at most a twentieth of the time goes into writing it."""
+BEST_EVERY_WRITES = 100
+"""The best checkpoint is written soon where files are small: at most a hundredth of the time goes into writing it."""
 AT_LEAST_EVERY_S = 30 * 60.0
 GIVE_UP_S = 1.0
 """A run that failed waits this long for the file that is being written: whoever waits for this rank is to hear of it first."""
