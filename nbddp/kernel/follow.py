@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     Listener = Callable[[RunState], None]
 
 POLL_S = 0.1
+NICENESS = 10
 LISTEN_S = 0.25
 IDLE_S = 1.0
 SETTLE_S = 1.0
@@ -63,6 +65,7 @@ class Follower(threading.Thread):
     Args:
         run_dir: the run.
         settle: called once when nothing works on the run any more and nobody wrote a result; writes it.
+        niced: whether to give way to the ranks, where the kernel's main thread only waits: one that works would wait for this thread's lock, too.
         live: whether something works on the run; default: what the run directory says, which knows a supervisor only once that has taken the run over.
 
     Attributes:
@@ -71,13 +74,14 @@ class Follower(threading.Thread):
         view_error: the first exception of a listener. A view that breaks does not end the run.
     """
 
-    def __init__(self, run_dir: RunDir, settle: Callable[[], None], live: Callable[[], bool] | None = None) -> None:
+    def __init__(self, run_dir: RunDir, settle: Callable[[], None], live: Callable[[], bool] | None = None, *, niced: bool = False) -> None:
         super().__init__(name=f"nbddp-follow-{run_dir.id}", daemon=True)
         self.run_dir = run_dir
         self.done = threading.Event()
         self.caught_up = threading.Event()
         self.view_error: Exception | None = None
         self._settle = settle
+        self._niced = niced
         self._live = live or run_dir.live
         self._reader = EventReader(run_dir.events)
         self._fold_lock = threading.Lock()
@@ -114,6 +118,9 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Follow; called by `start`."""
+        if self._niced:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._follow()
         finally:

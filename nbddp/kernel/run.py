@@ -46,7 +46,7 @@ class Run:
         config: the options of the run.
     """
 
-    def __init__(self, run_dir: RunDir, *, supervised: Supervised | None = None, model: nn.Module | None = None) -> None:
+    def __init__(self, run_dir: RunDir, *, supervised: Supervised | None = None, model: nn.Module | None = None, blocking: bool = False) -> None:
         spec = run_dir.read_spec()
         if spec is None:
             message = f"{run_dir.path} is not a run directory: it has no readable spec.json"
@@ -59,7 +59,7 @@ class Run:
         self.config = TrainConfig(**spec["config"])
         self._history = History(run_dir.events)
         self._holds: str | None = None
-        self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive)
+        self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive, niced=blocking)
         self._result: dict[str, Any] | None = None
         self._follower.add_listener(self._remember_end)
         self._follower.start()

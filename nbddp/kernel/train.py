@@ -186,7 +186,7 @@ def train(request: Request, bind: Bind | None = None) -> Run:
             print("\n".join(heads))  # noqa: T201 - heads the run
         supervised = local.launch(run_dir, _order(prepared, run_dir), local.standby)
         try:
-            run = Run(run_dir, supervised=supervised, model=prepared.model)
+            run = Run(run_dir, supervised=supervised, model=prepared.model, blocking=not request.background)
             register(run)
             if bind is not None:
                 bind(run)

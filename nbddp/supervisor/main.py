@@ -23,6 +23,7 @@ from nbddp.launch.scratch import make_scratch
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir, release_data
 from nbddp.supervisor.fork_server import start_fork_server
+from nbddp.supervisor.preload import NICENESS
 from nbddp.supervisor.signals import Signals
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def main(order: Order, entry: Callable[[str, dict[str, str], int], None]) -> NoR
         folder = make_scratch(ProcessId.current())
         tempfile.tempdir = str(folder)
         fork_server = start_fork_server()
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # watching gives way to the ranks, which are the fork server's children
         supervise(run, order, entry, Signals(), fork_server)
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here, and says why in its log
