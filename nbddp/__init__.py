@@ -73,7 +73,7 @@ _LATER = ("H5Dataset", "Metric", "Stage", "autocast", "compare", "swap_norm")
 
 def __getattr__(name: str) -> Any:
     if name == "last_run":  # the run that this kernel started last: another one each time
-        return importlib.import_module("nbddp.kernel.run").last_run()
+        return importlib.import_module("nbddp.kernel.runs").last_run()
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from nbddp.config import TrainConfig, read_settings
 from nbddp.errors import ConfigError
 from nbddp.kernel.request import HOOKS, LATER_HOOKS, Named, Request
-from nbddp.kernel.run import Run, attach, last_run, run_root, runs
+from nbddp.kernel.runs import attach, last_run, run_root, runs
 from nbddp.rundir import prune_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import FrameType
+
+    from nbddp.kernel.run import Run
 
 __all__ = ["attach", "last_run", "plan", "prune", "runs", "train"]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
 CURVE_POINTS = 600
+RECENT_STEPS = 64
 EPOCHS = 500
 """How many of the last epochs a state remembers; `nbddp.kernel.history` has them all."""
 
@@ -247,9 +248,11 @@ def _steps(state: RunState, event: Event) -> None:
         state.train_curve.add(float(step), loss)
         state.nonfinite_steps += not math.isfinite(loss)
     warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
+    # A report may be of one step, the first of an epoch: it counts by its number of steps.
+    share = min(1.0, len(steps) / RECENT_STEPS) if any(state.recent_phases_s.values()) else 1.0
     for phase in PHASES:
         values = columns[f"{phase}_s"]
-        state.recent_phases_s[phase] = sum(values) / len(values)
+        state.recent_phases_s[phase] += share * (sum(values) / len(values) - state.recent_phases_s[phase])
         state.phase_sums_s[phase] += sum(values[index] for index in warm)
     state.warm_steps += len(warm)
     for rank in columns["slowest_rank"]:

@@ -203,7 +203,7 @@ def _runs() -> list[Offer]:
     from nbddp.rundir import ROOT_NAME, run_dirs
 
     # The module of the runs imports torch, and asking it for the root would fix the root: Tab does neither.
-    module = sys.modules.get("nbddp.kernel.run")
+    module = sys.modules.get("nbddp.kernel.runs")
     root = Path(os.environ.get("NBDDP_RUN_ROOT", ROOT_NAME)).expanduser() if module is None else module.run_root()
     return [(run.id, "run") for run in run_dirs(root)[: -_OFFERED_RUNS - 1 : -1]]
 

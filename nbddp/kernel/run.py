@@ -5,12 +5,9 @@ Runs in the kernel. Everything is read from the run directory, so a run of anoth
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
@@ -18,11 +15,9 @@ from nbddp.errors import CheckpointError, ConfigError, NbddpError, RunFailed, Wo
 from nbddp.failure import Failure
 from nbddp.kernel.follow import Follower
 from nbddp.kernel.history import History
-from nbddp.kernel.table import CheckpointTable, RunTable
+from nbddp.kernel.table import CheckpointTable
 from nbddp.launch import local
 from nbddp.launch.stacks import stacks
-from nbddp.process import ProcessId
-from nbddp.rundir import ROOT_NAME, RunDir, find_run, release_data
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +25,7 @@ if TYPE_CHECKING:
 
     from nbddp.kernel.card import Card
     from nbddp.launch.local import Supervised
+    from nbddp.rundir import RunDir
     from nbddp.state import RunState
 
 LOG_TAIL = 20
@@ -363,73 +359,3 @@ class Stacks(dict[int, str]):
         return "\n".join(f"rank {rank}\n{text.rstrip()}\n" for rank, text in sorted(self.items()))
 
     __str__ = __repr__
-
-
-_fixed_root: Path | None = None
-_known: dict[str, Run] = {}
-_last: list[Run] = []
-_roots: set[Path] = set()
-"""Of the runs that this kernel started."""
-
-
-def run_root(given: str | Path | None = None) -> Path:
-    """The folder of the run directories: as given, else NBDDP_RUN_ROOT, else nbddp_runs in the folder where this kernel first needed one."""
-    global _fixed_root
-    if given is not None:
-        return Path(given).expanduser().resolve()
-    if (root := os.environ.get("NBDDP_RUN_ROOT")) is not None:
-        return Path(root).expanduser().resolve()
-    if _fixed_root is None:
-        try:
-            _fixed_root = Path.cwd() / ROOT_NAME
-        except FileNotFoundError:
-            message = "the working directory no longer exists: change to one that does, with %cd or os.chdir, or set --run-root"
-            raise ConfigError(message) from None
-    return _fixed_root
-
-
-def register(run: Run) -> None:
-    """Make a run the last one of this kernel."""
-    _known[str(run.dir)] = run
-    _last[:] = [run]
-    if not _roots:
-        atexit.register(_release)
-    _roots.add(run.files.root)
-
-
-def _release() -> None:
-    """At the kernel's end: delete staged data that only its runs needed."""
-    for root in _roots:
-        with contextlib.suppress(OSError):  # the folder is gone, or its disk
-            release_data(root, wait=False, leaving=ProcessId.current())
-
-
-def training(model: nn.Module) -> list[Run]:
-    """The runs of this kernel that are training a model object now."""
-    return [run for run in list(_known.values()) if run.trains(model)]
-
-
-def last_run() -> Run | None:
-    """The run that this kernel started last."""
-    return _last[0] if _last else None
-
-
-def attach(run_or_dir: object, root: str | Path | None = None) -> Run:
-    """Open a run by its id (or a part of it) or its directory, from any kernel, while it goes on and afterwards.
-
-    Raises:
-        ConfigError: where no run, or more than one, matches.
-    """
-    if isinstance(run_or_dir, Run):
-        return run_or_dir
-    if not isinstance(run_or_dir, str | Path):
-        message = f"{type(run_or_dir).__name__} names no run: give its id or its directory"
-        raise ConfigError(message)
-    files = find_run(run_or_dir, run_root(root))
-    known = _known.get(str(files.path))
-    return known if known is not None else _known.setdefault(str(files.path), Run(files))
-
-
-def runs(root: str | Path | None = None) -> RunTable:
-    """The runs of a root, as a table."""
-    return RunTable.of(run_root(root))

@@ -55,13 +55,13 @@ class RunMagics(Magics):
         if stray := next((name for name in ("keep", "older_than_days", "dry_run") if name in found.values), None):
             message = f"{RUNS_OPTIONS[stray].spelling} goes with --prune"
             raise ConfigError(message)
-        from nbddp.kernel.run import runs
+        from nbddp.kernel.runs import runs
 
         display(runs(root))
 
     def _prune(self, root: Path | None, values: Mapping[str, str | bool]) -> None:
         from nbddp.kernel.line import flag_value, number_value
-        from nbddp.kernel.run import run_root
+        from nbddp.kernel.runs import run_root
         from nbddp.rundir import prune_runs
 
         dry_run = flag_value("dry_run", values.get("dry_run", True))
@@ -86,7 +86,7 @@ class RunMagics(Magics):
         __tracebackhide__ = True
         from nbddp.kernel.line import identifier
         from nbddp.kernel.options import ATTACH_OPTIONS
-        from nbddp.kernel.run import register
+        from nbddp.kernel.runs import register
 
         found = self._split(line, ATTACH_OPTIONS, local_ns, "%ddp_attach RUN [--as NAME]", at_least=1, at_most=1)
         if found is None:
@@ -179,7 +179,8 @@ class RunMagics(Magics):
 
     def _run(self, words: Sequence[Word], local_ns: Mapping[str, Any] | None) -> Run:
         """The run that a word names: a variable that holds one, an id or a directory; without a word the last one."""
-        from nbddp.kernel.run import Run, attach, last_run
+        from nbddp.kernel.run import Run
+        from nbddp.kernel.runs import attach, last_run
 
         if not words:
             run = last_run()

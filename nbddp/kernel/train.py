@@ -27,7 +27,8 @@ from nbddp.kernel.hooks import check_hooks
 from nbddp.kernel.interrupt import Interrupts
 from nbddp.kernel.machine import check_devices, this_machine, visible_devices
 from nbddp.kernel.request import Bind, Request
-from nbddp.kernel.run import Run, register, run_root, training
+from nbddp.kernel.run import Run
+from nbddp.kernel.runs import register, run_root, training
 from nbddp.kernel.text import bytes_text
 from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local

@@ -24,7 +24,7 @@ def before(nb):
     nb.run("net = make_net()\nbefore = weights(net)\nglobals().pop('run', None)", check=True)
     (nb.folder / "stepped").unlink(missing_ok=True)
     yield
-    nb.run("for known in list(__import__('nbddp.kernel.run', fromlist=['_known'])._known.values()):\n    known.kill()", check=True)
+    nb.run("for known in list(__import__('nbddp.kernel.runs', fromlist=['_known'])._known.values()):\n    known.kill()", check=True)
 
 
 @pytest.fixture

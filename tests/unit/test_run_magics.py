@@ -20,7 +20,7 @@ from support.fake_run import FakeRun, finished
 def root(tmp_path, monkeypatch):
     root = tmp_path / "runs"
     monkeypatch.setenv("NBDDP_RUN_ROOT", str(root))
-    monkeypatch.setattr("nbddp.kernel.run._last", [])
+    monkeypatch.setattr("nbddp.kernel.runs._last", [])
     return root
 
 
