@@ -6,114 +6,32 @@ documentation. Used in every process; imports neither torch nor Jupyter.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from nbddp.errors import ConfigError, suggest
+from nbddp.values import (
+    Count,
+    CountOrZero,
+    Flag,
+    NotNegative,
+    Positive,
+    auto_is_none,
+    not_bool,
+    read_devices,
+    read_duration,
+    read_every,
+    read_precision,
+    read_steps_or_epochs,
+    read_tf32,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 Group = Literal["ranks and batch", "length", "data", "optimisation", "precision and speed", "normalization", "checkpoints", "launch", "trackers"]
-
-_EVERY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?|min|minutes?)?\s*$")
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|seconds?|min|minutes?|h|hours?)?\s*$")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def _every(value: object) -> object:
-    """Write ``2`` as ``"2 epochs"``, ``"500 steps"`` and ``"10 min"`` in one spelling."""
-    match = None if isinstance(value, bool) else _EVERY.match(str(value))
-    if match is None or int(match[1]) < 1:
-        rule = "must be a number of epochs (2), of steps (500 steps) or of minutes (10 min), at least 1"
-        raise ValueError(rule)
-    count, unit = int(match[1]), (match[2] or "epochs")[0]
-    word = {"e": "epoch", "s": "step", "m": "min"}[unit]
-    return f"{count} {word}" if word == "min" or count == 1 else f"{count} {word}s"
-
-
-def _every_steps_or_epochs(value: object) -> object:
-    text = str(_every(value))
-    if text.endswith("min"):
-        rule = "must be a number of epochs (2) or of steps (500 steps)"
-        raise ValueError(rule)
-    return text
-
-
-def _duration(value: object) -> object:
-    """Turn ``"90 s"``, ``"10 min"`` and ``"2 h"`` into seconds."""
-    if value is None or isinstance(value, float):
-        return value
-    match = None if isinstance(value, bool) else _DURATION.match(str(value))
-    if match is None:
-        rule = "must be a duration: seconds (90), or 90 s, 10 min, 2 h"
-        raise ValueError(rule)
-    return float(match[1]) * _SECONDS[(match[2] or "s")[0]]
-
-
-def _devices(value: object) -> object:
-    """Turn ``"0,1"``, ``0`` and ``[0, 1]`` into a tuple of indices; ``auto`` and ``cpu`` stay."""
-    if value in ("auto", "cpu"):
-        return value
-    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(parts, list | tuple) and parts and all(not isinstance(p, bool) and str(p).strip().isdigit() for p in parts):
-        indices = tuple(int(p) for p in parts)
-        if len(set(indices)) == len(indices):
-            return indices
-    rule = "must be auto, cpu or distinct GPU indices such as 0,1"
-    raise ValueError(rule)
-
-
-_PRECISIONS = {
-    **dict.fromkeys(["auto"], "auto"),
-    **dict.fromkeys(["bf16", "bf16-mixed", "bfloat16"], "bf16"),
-    **dict.fromkeys(["fp16", "16", "16-mixed", "float16"], "fp16"),
-    **dict.fromkeys(["fp32", "32", "32-true", "float32", "no"], "fp32"),
-}
-
-
-def _precision(value: object) -> object:
-    """Understand Lightning's and accelerate's words for a precision."""
-    word = str(value).lower()
-    if word in ("64", "64-true", "float64", "double"):
-        rule = "is the model's own matter: net.double() and --precision fp32, which keeps the dtype of parameters and batches"
-        raise ValueError(rule)
-    if word not in _PRECISIONS:
-        rule = f"must be one of auto, bf16, fp16, fp32 (or Lightning's and accelerate's words).{suggest(word, _PRECISIONS)}"
-        raise ValueError(rule)
-    return _PRECISIONS[word]
-
-
-def _tf32(value: object) -> object:
-    """Understand ``tf32``: true is high, false is highest."""
-    flag = _flag(value)
-    return {True: "high", False: "highest"}[flag] if isinstance(flag, bool) else value
-
-
-def _auto_none(value: object) -> object:
-    return None if isinstance(value, str) and value.lower() in ("auto", "none") else value
-
-
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        rule = "must be a number"
-        raise ValueError(rule)  # noqa: TRY004 - pydantic collects ValueError, not TypeError
-    return value
-
-
-def _flag(value: object) -> object:
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    return words.get(value.lower(), value) if isinstance(value, str) else value
-
-
-Flag = Annotated[StrictBool, BeforeValidator(_flag)]
-Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
-Positive = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
 
 
 def _option(default: Any, help_: str, group: Group, **extra: str) -> Any:
@@ -129,8 +47,8 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    nproc: Annotated[Count | None, BeforeValidator(_auto_none)] = _option(None, "ranks on this node; default: all visible GPUs, else 1", "ranks and batch")
-    devices: Annotated[Literal["auto", "cpu"] | tuple[int, ...], BeforeValidator(_devices)] = _option(
+    nproc: Annotated[Count | None, BeforeValidator(auto_is_none)] = _option(None, "ranks on this node; default: all visible GPUs, else 1", "ranks and batch")
+    devices: Annotated[Literal["auto", "cpu"] | tuple[int, ...], BeforeValidator(read_devices)] = _option(
         "auto", "auto, cpu, or GPU indices such as 0,1", "ranks and batch"
     )
     backend: Literal["auto", "nccl", "gloo"] = _option("auto", "process-group backend", "ranks and batch")
@@ -141,17 +59,19 @@ class TrainConfig(BaseModel):
 
     epochs: Count = _option(1, "passes over the data, as a total; unlimited when max_steps or max_time is given and this is not", "length")
     max_steps: Count | None = _option(None, "optimizer steps, as a total", "length")
-    max_time: Annotated[Positive | None, BeforeValidator(_duration)] = _option(None, "wall-clock limit of the training: 90 s, 10 min, 2 h", "length", unit="s")
+    max_time: Annotated[Positive | None, BeforeValidator(read_duration)] = _option(
+        None, "wall-clock limit of the training: 90 s, 10 min, 2 h", "length", unit="s"
+    )
 
     shuffle: Flag = _option(True, "draw a new order of the samples in every epoch", "data")
     drop_last: Flag = _option(True, "leave out the samples that do not fill a whole batch", "data")
-    val_split: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, lt=1)] | None = _option(
+    val_split: Annotated[float, BeforeValidator(not_bool), Field(gt=0, lt=1)] | None = _option(
         None, "share of the training data to validate on, drawn with the seed", "data"
     )
     num_workers: CountOrZero = _option(0, "loader workers, the total over this node's ranks", "data")
     prefetch_factor: Count = _option(2, "batches that each loader worker holds ready", "data")
     persistent_workers: Flag = _option(True, "keep loader workers between epochs", "data")
-    pin_memory: Annotated[Flag | None, BeforeValidator(_auto_none)] = _option(None, "page-locked host memory for batches; default: on GPUs", "data")
+    pin_memory: Annotated[Flag | None, BeforeValidator(auto_is_none)] = _option(None, "page-locked host memory for batches; default: on GPUs", "data")
     seed: CountOrZero = _option(0, "seed of the sample order and of the ranks' random streams", "data")
 
     optimizer: Literal["adam", "adamw", "sgd", "adagrad", "rmsprop", "lbfgs"] = _option("adamw", "optimizer, where no hook makes one", "optimisation")
@@ -167,10 +87,10 @@ class TrainConfig(BaseModel):
     clip_norm: Positive | None = _option(None, "largest norm of the gradient; larger ones are scaled down", "optimisation")
     on_nan: Literal["warn", "skip", "stop"] = _option("warn", "what a step with a non-finite loss or gradient does", "optimisation")
 
-    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(_precision)] = _option(
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(read_precision)] = _option(
         "auto", "auto, bf16, fp16 (loss scaling), fp32 (no autocast)", "precision and speed"
     )
-    matmul_precision: Annotated[Literal["highest", "high", "medium"], BeforeValidator(_tf32)] = _option(
+    matmul_precision: Annotated[Literal["highest", "high", "medium"], BeforeValidator(read_tf32)] = _option(
         "highest", "torch.set_float32_matmul_precision; tf32 true is high", "precision and speed"
     )
     cudnn_benchmark: Flag = _option(True, "let cuDNN time its kernels", "precision and speed")
@@ -186,12 +106,12 @@ class TrainConfig(BaseModel):
 
     norm: str | dict[str, str] = _option("auto", "what becomes of BatchNorm: auto, keep, sync, layer, group, none, or pattern=value", "normalization")
 
-    val_every: Annotated[str, BeforeValidator(_every_steps_or_epochs)] = _option("1 epoch", "how often to validate: 2, 500 steps", "checkpoints")
+    val_every: Annotated[str, BeforeValidator(read_steps_or_epochs)] = _option("1 epoch", "how often to validate: 2, 500 steps", "checkpoints")
     monitor: str = _option("val_loss", "recorded value that decides which checkpoint is best; loss where nothing is validated", "checkpoints")
     mode: Literal["min", "max"] = _option("min", "whether a smaller or a larger monitored value is better", "checkpoints")
     min_delta: NotNegative = _option(0.0, "smallest change of the monitored value that counts", "checkpoints")
     patience: Count | None = _option(None, "validations without a better value after which the run ends", "checkpoints")
-    checkpoint_every: Annotated[str, BeforeValidator(_every)] = _option(
+    checkpoint_every: Annotated[str, BeforeValidator(read_every)] = _option(
         "1 epoch", "how often to write last.pt: 2, 500 steps, 10 min; by default every epoch, but at most every 20 s", "checkpoints"
     )
     keep_last: Count = _option(1, "how many of the periodic checkpoints to keep", "checkpoints")
