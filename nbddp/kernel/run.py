@@ -310,7 +310,7 @@ class Run:
         name = self._spec["model_name"]
         if self.state == "failed":
             have = [which for which in ("last", "best") if (self._files.checkpoints / f"{which}.pt").is_file()]
-            self._holds = f"{name} is unchanged" + (f'; there is {" and ".join(have)}: run.load("{have[0]}")' if have else "")
+            self._holds = f"{name} is unchanged" + (f'; the {have[0]} checkpoint: run.load("{have[0]}")' if have else "")
             return self._holds
         if which is None:
             self._holds = f"{name} is unchanged, as asked; run.load() loads the last checkpoint"
