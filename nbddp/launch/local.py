@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _GONE_S = 2.0
 _POLL_S = 0.02
 _FORK_S = 0.5
+_REAP_S = 1.0
 standby = Standby()
 """This kernel's."""
 
@@ -95,6 +96,10 @@ class Supervised:
             tail = "\n".join(self._template.stderr_tail())
             message = f"the standby ended with exit code {self._template.process.returncode} before it started the run\n{tail}".rstrip()
             return fail(self.run, Failure("LaunchError", message))
+        # The standby is the supervisor's parent and knows by which signal it ended: its word goes first.
+        deadline = time.monotonic() + _REAP_S
+        while self.run.read_result() is None and self._template.alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         return settle(self.run)
 
 
