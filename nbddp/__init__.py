@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from nbddp.checkpoint import load_checkpoint
     from nbddp.config import TrainConfig
     from nbddp.kernel.run import Run
+    from nbddp.metric import Metric
+    from nbddp.stage import Stage
 
     last_run: Run | None
 
@@ -40,11 +42,13 @@ __all__ = [
     "ConfigError",
     "HangDetected",
     "LaunchError",
+    "Metric",
     "NbddpError",
     "OutOfMemory",
     "ReplicaMismatch",
     "Run",
     "RunFailed",
+    "Stage",
     "TrainConfig",
     "WorkerError",
     "WorkerLost",
@@ -59,7 +63,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Metric": "nbddp.metric",
     "Run": "nbddp.kernel.run",
+    "Stage": "nbddp.stage",
     "TrainConfig": "nbddp.config",
     "attach": "nbddp.api",
     "load_checkpoint": "nbddp.checkpoint",
@@ -68,7 +74,7 @@ _HOMES = {
     "runs": "nbddp.api",
     "train": "nbddp.api",
 }
-_LATER = ("H5Dataset", "Metric", "Stage", "autocast", "compare", "swap_norm")
+_LATER = ("H5Dataset", "autocast", "compare", "swap_norm")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig, read_settings
 from nbddp.errors import ConfigError
-from nbddp.kernel.request import HOOKS, LATER_HOOKS, Named, Request
+from nbddp.kernel.request import HOOKS, Named, Request
 from nbddp.kernel.runs import attach, last_run, run_root, runs
 from nbddp.rundir import prune_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     from nbddp.kernel.run import Run
+    from nbddp.stage import Stage
 
 __all__ = ["attach", "last_run", "plan", "prune", "runs", "train"]
 
@@ -34,6 +35,10 @@ def train(
     optimizer: Any = None,
     scheduler: Callable[[Any], Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    stages: Sequence[Stage | dict[str, Any]] | None = None,
+    on_epoch_end: Callable[[Any], Any] | None = None,
     config: TrainConfig | Mapping[str, object] | str | Path | None = None,
     background: bool = False,
     note: str | None = None,
@@ -51,6 +56,10 @@ def train(
         optimizer: ``optimizer(model)``, or the name of one.
         scheduler: ``scheduler(optimizer)``.
         collate_fn: makes a batch of a list of samples.
+        sampler: the order of the training samples: an object that yields indices and has a length, or ``sampler(dataset)``.
+        metrics: by name a torchmetrics metric, an `nbddp.Metric`, or ``f(output, target)`` that gives a value per sample; recorded as ``val_<name>``.
+        stages: a list of `nbddp.Stage`.
+        on_epoch_end: ``on_epoch_end(state)``, called on rank 0; ``state.report(name=value)`` records.
         config: options as a TrainConfig, a dict or a YAML file; `options` win over them.
         background: return at once; ``run.wait()`` waits and loads the weights.
         note: kept with the run.
@@ -72,6 +81,10 @@ def train(
         "validation_step": validation_step,
         "scheduler": scheduler,
         "collate_fn": collate_fn,
+        "sampler": sampler,
+        "metrics": metrics,
+        "stages": stages,
+        "on_epoch_end": on_epoch_end,
         "optimizer": None if isinstance(optimizer, str) else optimizer,
     }
     if isinstance(optimizer, str):
@@ -133,14 +146,13 @@ def _request(
     note: str | None = None,
 ) -> Request:
     caller = _caller()
-    later = {name: options[name] for name in LATER_HOOKS if name in options}
     main, cells, cell = _notebook()
     return Request(
         model=Named(_name_of(model, caller, "model"), model),
         data=Named(_name_of(data, caller, "data"), data),
         val=None if val_data is None else Named(_name_of(val_data, caller, "val_data"), val_data),
-        options=_options(config, {name: value for name, value in options.items() if name not in later}),
-        hooks={**hooks, **later},
+        options=_options(config, options),
+        hooks=hooks,
         requested=requested,
         note=note,
         background=background,
@@ -162,6 +174,9 @@ def _options(config: TrainConfig | Mapping[str, object] | str | Path | None, opt
         base = settings(Path(config))
     else:
         base = read_settings(config)
+    resume = options.get("resume")
+    if resume is not None and hasattr(resume, "dir"):  # a Run
+        options = {**options, "resume": str(resume.dir)}
     over = TrainConfig(**options)
     return {name: getattr(source, name) for source in (base, over) for name in source.given}
 

@@ -6,6 +6,7 @@ Written by rank 0, read by ranks and kernels.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import secrets
@@ -22,7 +23,9 @@ from torch import nn
 from nbddp.errors import CheckpointError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    Copy = Callable[[torch.Tensor, str], torch.Tensor]
 
 FORMAT = "nbddp.checkpoint"
 VERSION = 1
@@ -33,28 +36,37 @@ _WRAPPERS = ("module.", "_orig_mod.")
 _SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, type(None))
 
 
-def plain(value: Any, where: str) -> Any:
+def _copy(tensor: torch.Tensor, _where: str) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def plain(value: Any, where: str, copy: Copy = _copy) -> Any:
     """Copy a state to the CPU as tensors and plain types.
+
+    Args:
+        value: what the state is made of: dicts, sequences, sets, tensors, arrays, scalars.
+        where: its name, from which those of its entries are made.
+        copy: copies a tensor, given its name.
 
     Raises:
         CheckpointError: names the entry that a checkpoint cannot hold.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copy(value, where)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.ascontiguousarray(value)).clone()
+        return copy(torch.from_numpy(np.array(value, order="C")), where)  # a copy: torch warns of arrays that can't be written to
     if isinstance(value, np.generic):
         return plain(value.item(), where)
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, dict):
-        copied = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        copied = {plain(key, f"a key of {where}", copy): plain(item, f"{where}[{key!r}]", copy) for key, item in value.items()}
         return Counter(copied) if isinstance(value, Counter) else copied
     if isinstance(value, list | tuple | deque):
-        items = [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [plain(item, f"{where}[{index}]", copy) for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
-        return {plain(item, f"an element of {where}") for item in value}
+        return {plain(item, f"an element of {where}", copy) for item in value}
     message = f"{where} is a {type(value).__name__}: checkpoints hold tensors and plain types only"
     raise CheckpointError(message)
 
@@ -78,8 +90,8 @@ def check_plain(value: Any, where: str) -> None:
         plain(value, where)
 
 
-def model_state(model: nn.Module) -> OrderedDict[str, Any]:
-    """The model's state dict on the CPU, tied tensors as one; with the modules' versions, which torch keeps beside it.
+def model_state(model: nn.Module, copy: Copy = _copy) -> OrderedDict[str, Any]:
+    """The model's state dict on the CPU, tied tensors as one; with the modules' versions, which torch keeps beside it. `copy` as in `plain`.
 
     Raises:
         CheckpointError: names an extra state that a checkpoint cannot hold.
@@ -89,11 +101,11 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     state: OrderedDict[str, Any] = OrderedDict()
     for key, value in own.items():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            state[key] = plain(value, f"model[{key!r}]")
+            state[key] = plain(value, f"model[{key!r}]", copy)
             continue
         same = (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value.dtype) if value.numel() else key
         if same not in copies:
-            copies[same] = value.detach().to("cpu", copy=True)
+            copies[same] = copy(value, f"model[{key!r}]")
         state[key] = copies[same]
     if (versions := getattr(own, "_metadata", None)) is not None:
         state._metadata = plain(versions, "the model's metadata")  # type: ignore[attr-defined]  # where load_state_dict looks for it
@@ -102,10 +114,23 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
 
 def non_finite(state: Mapping[str, Any]) -> str | None:
     """Name of the first tensor with a value that is not finite."""
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not bool(torch.isfinite(value).all()):
-            return key
-    return None
+    return next((key for key, value in state.items() if isinstance(value, torch.Tensor) and not _finite(value)), None)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        return _finite(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    elif not tensor.is_floating_point():
+        return True
+    if not tensor.numel():
+        return True
+    if tensor.element_size() == 1:  # few operations know the dtypes of 8 bits
+        tensor = tensor.float()
+    low, high = torch.aminmax(tensor)  # nan where there is one; reads the tensor once, several times faster than isfinite
+    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def write(path: Path, content: dict[str, Any]) -> int:

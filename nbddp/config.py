@@ -6,6 +6,7 @@ documentation. Used in every process; imports neither torch nor Jupyter.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,12 +27,16 @@ from nbddp.values import (
     read_precision,
     read_steps_or_epochs,
     read_tf32,
+    read_wandb,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 Group = Literal["ranks and batch", "length", "data", "optimisation", "precision and speed", "normalization", "checkpoints", "launch", "trackers"]
+
+
+_EACH_ALONE: ContextVar[bool] = ContextVar("_EACH_ALONE", default=False)
 
 
 def _option(default: Any, help_: str, group: Group, **extra: str) -> Any:
@@ -57,8 +62,10 @@ class TrainConfig(BaseModel):
     val_batch_size: Count | None = _option(None, "global batch of the validation; default: batch_size", "ranks and batch")
     accumulate: Count = _option(1, "micro-batches per optimizer step; the inner ones are not synchronised", "ranks and batch")
 
-    epochs: Count = _option(1, "passes over the data, as a total; unlimited when max_steps or max_time is given and this is not", "length")
-    max_steps: Count | None = _option(None, "optimizer steps, as a total", "length")
+    epochs: Count = _option(
+        1, "passes over the data, as a total; in a stage those of the stage; unlimited when max_steps or max_time is given and this is not", "length"
+    )
+    max_steps: Count | None = _option(None, "optimizer steps, as a total; in a stage those of the stage", "length")
     max_time: Annotated[Positive | None, BeforeValidator(read_duration)] = _option(
         None, "wall-clock limit of the training: 90 s, 10 min, 2 h", "length", unit="s"
     )
@@ -81,8 +88,10 @@ class TrainConfig(BaseModel):
     fused: Flag = _option(False, "fused kernels of adam, adamw, adagrad, sgd", "optimisation")
     lr_scale: Literal["linear", "sqrt"] | None = _option(None, "scale lr with batch_size / base_batch_size", "optimisation")
     base_batch_size: Count | None = _option(None, "the batch that lr was tuned for", "optimisation")
-    warmup_steps: CountOrZero = _option(0, "steps over which lr grows from 0", "optimisation")
-    schedule: Literal["constant", "linear", "cosine", "plateau"] = _option("constant", "learning-rate schedule", "optimisation")
+    warmup_steps: CountOrZero = _option(0, "steps over which lr grows from 0, in each stage", "optimisation")
+    schedule: Literal["constant", "linear", "cosine", "plateau"] = _option(
+        "constant", "constant, linear and cosine (to 0 at the end of a stage), plateau (lr / 10 when the monitored value stalls)", "optimisation"
+    )
     scheduler_interval: Literal["step", "epoch"] = _option("step", "when the scheduler of the hook advances", "optimisation")
     clip_norm: Positive | None = _option(None, "largest norm of the gradient; larger ones are scaled down", "optimisation")
     on_nan: Literal["warn", "skip", "stop"] = _option("warn", "what a step with a non-finite loss or gradient does", "optimisation")
@@ -110,7 +119,7 @@ class TrainConfig(BaseModel):
     monitor: str = _option("val_loss", "recorded value that decides which checkpoint is best; loss where nothing is validated", "checkpoints")
     mode: Literal["min", "max"] = _option("min", "whether a smaller or a larger monitored value is better", "checkpoints")
     min_delta: NotNegative = _option(0.0, "smallest change of the monitored value that counts", "checkpoints")
-    patience: Count | None = _option(None, "validations without a better value after which the run ends", "checkpoints")
+    patience: Count | None = _option(None, "values of monitor in a row, none of them better, after which the stage, or the run, ends", "checkpoints")
     checkpoint_every: Annotated[str, BeforeValidator(read_every)] = _option(
         "1 epoch", "how often to write last.pt: 2, 500 steps, 10 min; by default every epoch, but at most every 20 s", "checkpoints"
     )
@@ -134,8 +143,10 @@ class TrainConfig(BaseModel):
         120.0, "the run fails when no rank makes progress for this long; before the first step, 5 times as long", "launch", unit="s"
     )
     on_kernel_exit: Literal["auto", "stop", "continue"] = _option("auto", "auto: stop with a checkpoint, in the background continue", "launch")
-    wandb: str | None = _option(None, "project=...,group=...", "trackers")
-    tensorboard: str | None = _option(None, "folder for TensorBoard", "trackers")
+    wandb: Annotated[dict[str, str] | None, BeforeValidator(read_wandb)] = _option(
+        None, "track with Weights & Biases: project=NAME[,group=,name=,entity=,mode=,tags=a+b,job_type=]", "trackers"
+    )
+    tensorboard: Path | None = _option(None, "folder for TensorBoard, which gets one of each run", "trackers")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -145,10 +156,24 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _exclusions(self) -> TrainConfig:
-        for rule in _RULES:
+        for rule in () if _EACH_ALONE.get() else _RULES:
             if (problem := rule(self)) is not None:
                 raise ValueError(problem)
         return self
+
+    @classmethod
+    def read(cls, values: Mapping[str, object]) -> dict[str, Any]:
+        """Some options by the fields' own names, each checked by itself: rules between them are for the whole configuration that they become part of.
+
+        Raises:
+            ConfigError: for an unknown name or a wrong value.
+        """
+        token = _EACH_ALONE.set(True)
+        try:
+            alone = cls(**values)
+        finally:
+            _EACH_ALONE.reset(token)
+        return {name: getattr(alone, name) for name in type(alone).model_fields if name in alone.given}
 
     @property
     def given(self) -> frozenset[str]:
@@ -252,20 +277,7 @@ def _later(name: str, value: object) -> str:
 
 # What a later version brings; refused rather than ignored.
 _LATER: dict[str, Callable[[Any], bool]] = {
-    "precision": lambda v: v in ("bf16", "fp16"),
-    "compile": bool,
-    "compile_mode": lambda v: v is not None,
-    "compile_cache_dir": lambda v: v is not None,
-    "compile_timeout_s": lambda v: v != 3600.0,
-    "optimizer": lambda v: v == "lbfgs",
-    "lr_scale": lambda v: v is not None,
-    "base_batch_size": lambda v: v is not None,
-    "warmup_steps": lambda v: v != 0,
-    "schedule": lambda v: v != "constant",
     "norm": lambda v: v not in ("auto", "keep"),
-    "grad_compression": lambda v: v is not None,
-    "patience": lambda v: v is not None,
-    "resume": lambda v: v is not None,
     "launcher": lambda v: v != "local",
     "nnodes": lambda v: v != 1,
     "max_restarts": lambda v: v != 0,
@@ -274,11 +286,9 @@ _LATER: dict[str, Callable[[Any], bool]] = {
     "extra_submit_lines": lambda v: v is not None,
     "prologue": lambda v: v is not None,
     "pass_env": lambda v: v is not None,
-    "wandb": lambda v: v is not None,
-    "tensorboard": lambda v: v is not None,
 }
 
-_SOME_LATER = {"precision": "bf16 and fp16", "optimizer": "lbfgs", "norm": "all but auto and keep"}
+_SOME_LATER = {"norm": "all but auto and keep"}
 
 
 def not_yet(name: str) -> str:
@@ -310,6 +320,41 @@ def _momentum_exists(config: TrainConfig) -> str | None:
     return None
 
 
+def _weight_decay_exists(config: TrainConfig) -> str | None:
+    if config.weight_decay is not None and config.optimizer == "lbfgs":
+        return f"weight_decay={config.weight_decay:g}: lbfgs has none; the others have"
+    return None
+
+
+def _lbfgs_steps_back_never(config: TrainConfig) -> str | None:
+    if config.optimizer == "lbfgs" and config.on_nan != "warn":
+        return f"on_nan={config.on_nan} can't undo a step of lbfgs, which evaluates the model itself: --on-nan warn"
+    return None
+
+
+def _scale_of_lr(config: TrainConfig) -> str | None:
+    if config.lr_scale is not None and config.base_batch_size is None:
+        return f"lr_scale={config.lr_scale} needs base_batch_size, the batch that lr was tuned for: --base-batch-size 256"
+    if config.base_batch_size is not None and config.lr_scale is None:
+        return f"base_batch_size={config.base_batch_size} without lr_scale: --lr-scale linear or sqrt says how lr grows with the batch"
+    return None
+
+
+def _compile_options(config: TrainConfig) -> str | None:
+    if config.compile and not config.drop_last:
+        return "compile=True with drop_last=False: the last batch of an epoch has another shape and would be compiled again: leave one of the two out"
+    idle = [name for name in ("compile_mode", "compile_cache_dir", "compile_timeout_s") if name in config.given]
+    if idle and "compile" in config.given and not config.compile:
+        return f"{idle[0]}={getattr(config, idle[0])} with compile=False: there is nothing to compile"
+    return None
+
+
+def _initial_or_resumed(config: TrainConfig) -> str | None:
+    if config.resume is not None and "init" in config.given:
+        return f"resume={config.resume} brings the weights itself, and init={config.init} names others: give one of the two"
+    return None
+
+
 def _one_way_of_unused(config: TrainConfig) -> str | None:
     if config.static_graph and config.find_unused_parameters:
         return "static_graph says that every step uses the same parameters, find_unused_parameters searches them in each: give one of the two"
@@ -330,7 +375,19 @@ def _available(config: TrainConfig) -> str | None:
     return None
 
 
-_RULES = (_one_batch_size, _fused_exists, _momentum_exists, _one_way_of_unused, _known_norm, _available)
+_RULES = (
+    _one_batch_size,
+    _fused_exists,
+    _momentum_exists,
+    _weight_decay_exists,
+    _lbfgs_steps_back_never,
+    _scale_of_lr,
+    _compile_options,
+    _initial_or_resumed,
+    _one_way_of_unused,
+    _known_norm,
+    _available,
+)
 
 
 def _message(error: ValidationError) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
@@ -16,29 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from nbddp.deathguard import die_with_parent
+from nbddp.sampler import GlobalSampler, Indices, derive_seed, epoch_order
 
-Indices = NDArray[np.int64]
 Fetch = Callable[[Indices], Any]
 """Makes a batch of the samples at these indices, of shape (n,)."""
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts; the same in every process and version."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def epoch_order(n: int, *, seed: int, stage: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The order of all samples in one epoch: int64 of shape (n,)."""
-    if not shuffle:
-        return torch.arange(n)
-    generator = torch.Generator().manual_seed(derive_seed("order", seed, stage, epoch))
-    return torch.randperm(n, generator=generator)
 
 
 class Part(Dataset[Any]):
@@ -91,7 +75,10 @@ class Micro:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Deals the samples of each step to the ranks: rank r takes every N-th, in `accumulate` micro-batches."""
+    """Deals the samples of each step to the ranks: rank r takes every N-th, in `accumulate` micro-batches.
+
+    `n` is the number of samples in an epoch; with a `sampler` of the user's, which replaces `shuffle`, that is the sampler's length.
+    """
 
     n: int
     batch_size: int
@@ -102,20 +89,37 @@ class Shares:
     shuffle: bool
     seed: int
     stage: int = 0
+    sampler: GlobalSampler | None = None
 
     @property
     def steps(self) -> int:
-        return self.n // self.batch_size if self.drop_last else -(-self.n // self.batch_size)
+        """Steps in a whole epoch."""
+        return self.steps_left(0)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Micro]:
-        """The micro-batches of an epoch from `start_step` on, `accumulate` per step."""
-        order = epoch_order(self.n, seed=self.seed, stage=self.stage, epoch=epoch, shuffle=self.shuffle).numpy()
-        for step in range(start_step, self.steps):
-            whole = order[step * self.batch_size : (step + 1) * self.batch_size]
+    def steps_left(self, start: int) -> int:
+        """Steps after the first `start` samples of an epoch, over all ranks; 0 where they don't fill a batch and the tail is left out."""
+        left = max(0, self.n - start)
+        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Micro]:
+        """The micro-batches of an epoch, `accumulate` per step, after its first `start` samples, whatever batch and number of ranks these were dealt with.
+
+        Raises:
+            SamplerError: where the sampler's indices break its rule.
+        """
+        order = self._order(epoch)
+        for step in range(self.steps_left(start)):
+            first = start + step * self.batch_size
+            whole = order[first : first + self.batch_size]
             mine = whole[self.rank :: self.world_size]
             for number, part in enumerate(np.array_split(mine, self.accumulate) if self.accumulate > 1 else (mine,)):
-                place = ("batch", self.seed, self.stage, epoch, step, number, self.rank)
+                place = ("batch", self.seed, self.stage, epoch, first, number, self.rank)
                 yield Micro(part if len(part) else whole[:1], len(part), len(whole), place)
+
+    def _order(self, epoch: int) -> Indices:
+        if self.sampler is not None:
+            return self.sampler.order(self.n, stage=self.stage, epoch=epoch)
+        return epoch_order(self.n, seed=self.seed, stage=self.stage, epoch=epoch, shuffle=self.shuffle).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +136,9 @@ class ValShares:
     def steps(self) -> int:
         return -(-self.n // self.batch_size)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Micro]:
+    def epoch(self, epoch: int) -> Iterator[Micro]:
         """One (possibly empty) share per global batch."""
-        for step in range(start_step, self.steps):
+        for step in range(self.steps):
             stop = min(self.n, (step + 1) * self.batch_size)
             first = min(stop, step * self.batch_size + self.rank)
             indices = np.arange(first, stop, self.world_size)

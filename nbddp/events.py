@@ -93,20 +93,20 @@ class EventWriter:
 
 
 class EventReader:
-    """Read what was appended to the event files of a folder since the last call.
+    """Read what was appended to the event files of a folder since the last call; `pattern` chooses among the files.
 
     Stops at the last newline of each file, so that a line in the making is read later; ignores fields that it does not know.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, pattern: str = "*.jsonl") -> None:
+        self._folder, self._pattern = folder, pattern
         self._offsets: dict[str, int] = {}
 
     def poll(self, limit: int = 4 << 20) -> list[Event]:
         """Return new events, in order within each file; at most about `limit` bytes of each file per call."""
         events: list[Event] = []
         try:
-            paths = sorted(self._folder.glob("*.jsonl"))
+            paths = sorted(self._folder.glob(self._pattern))
         except OSError:
             return events
         for path in paths:

@@ -9,10 +9,15 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbddp.errors import ConfigError
+from nbddp.errors import ConfigError, suggest
+from nbddp.remarks import advice, not_reached, overridden, without_effect
+from nbddp.stage import stage_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nbddp.config import TrainConfig
+    from nbddp.stage import Stage
 
 DEFAULT_RANK_BATCH = 32
 DEFAULT_LR = {"adam": 1e-3, "adamw": 1e-3, "sgd": 1e-3, "adagrad": 1e-2, "rmsprop": 1e-2, "lbfgs": 1.0}
@@ -21,11 +26,75 @@ DEFAULT_LR = {"adam": 1e-3, "adamw": 1e-3, "sgd": 1e-3, "adagrad": 1e-2, "rmspro
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this host offers: visible GPUs, the cores that this process may use, and the threads per process that OMP_NUM_THREADS asks for."""
+    """What this host offers: visible GPUs, the cores that this process may use, the threads per process that OMP_NUM_THREADS asks for, native bf16."""
 
     gpus: tuple[str, ...]
     cores: int
     threads: int | None = None
+    bf16: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be trained, as far as the arithmetic needs to know.
+
+    Attributes:
+        has_optimizer: a hook makes it.
+        float64: the model's parameters are float64.
+        recorded: names of all values that the run will record, where they are known before it starts.
+    """
+
+    has_optimizer: bool = False
+    float64: bool = False
+    recorded: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What will happen in a stage, in numbers; a run without stages has one. Batches are in samples; `None` steps or epochs are unlimited.
+
+    `lr` is the one in effect, after `lr_scale`; None where a hook makes the optimizer. `precision` is resolved. `trains` says in words what is frozen.
+    """
+
+    index: int
+    name: str
+    batch_size: int
+    per_rank_batch_size: int
+    micro_batch_size: int
+    accumulate: int
+    default_batch_size: bool
+    steps_per_epoch: int
+    dropped: int
+    epochs: int | None
+    max_steps: int | None
+    lr: float | None
+    scaled_lr: str
+    precision: str
+    default_precision: bool
+    compile: bool
+    monitor: str
+    trains: str = ""
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps that the stage ends at; None where only time, or the limit of the run, ends it."""
+        by_epochs = None if self.epochs is None else self.epochs * self.steps_per_epoch
+        known = [steps for steps in (by_epochs, self.max_steps) if steps is not None]
+        return min(known) if known else None
+
+    def parts(self, nproc: int) -> list[str]:
+        """Batch, steps, learning rate, precision and what is frozen, in the words of the plan line."""
+        batch = f"{self.batch_size} = {nproc} x {self.per_rank_batch_size}"
+        if self.accumulate > 1:
+            batch += f" (in {self.accumulate} micro-batches of {self.micro_batch_size})"
+        if self.default_batch_size:
+            batch += " (default)"
+        steps = f"{self.steps_per_epoch} step{'s' if self.steps_per_epoch > 1 else ''}/epoch"
+        if self.dropped:
+            steps += f", {self.dropped} sample{'s' if self.dropped > 1 else ''} dropped"
+        rate = "optimizer hook" if self.lr is None else f"lr {self.lr:g}{self.scaled_lr}"
+        precision = f"{self.precision} (auto)" if self.default_precision else self.precision
+        return [batch, steps, rate, precision, *(["compiled"] if self.compile else []), *([self.trains] if self.trains else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +109,42 @@ class Plan:
     threads: int
     n_train: int
     n_val: int
-    batch_size: int
-    per_rank_batch_size: int
-    micro_batch_size: int
-    accumulate: int
-    default_batch_size: bool
     val_batch_size: int
-    steps_per_epoch: int
-    dropped: int
-    epochs: int | None
     max_steps: int | None
-    lr: float | None
-    precision: str
-    default_precision: bool
     workers_per_rank: int
-    monitor: str
+    stages: tuple[StagePlan, ...]
     warnings: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps that the run ends at; None where only time limits it."""
-        by_epochs = None if self.epochs is None else self.epochs * self.steps_per_epoch
-        known = [steps for steps in (by_epochs, self.max_steps) if steps is not None]
+        of_stages = [stage.total_steps for stage in self.stages]
+        known = [] if None in of_stages else [sum(steps for steps in of_stages if steps is not None)]
+        if self.max_steps is not None:
+            known.append(self.max_steps)
         return min(known) if known else None
+
+    @property
+    def epochs(self) -> int | None:
+        """Epochs of all stages together; None where their number is not known."""
+        of_stages = [stage.epochs for stage in self.stages]
+        return None if None in of_stages else sum(epochs for epochs in of_stages if epochs is not None)
 
     def line(self, *extra: str) -> str:
         """One line that heads a run; `extra` parts, such as the data's size, come last."""
         unit = self.device_name if self.device == "cuda" else f"{self.device_name} rank{'s' if self.nproc > 1 else ''}"
-        batch = f"{self.batch_size} = {self.nproc} x {self.per_rank_batch_size}"
-        if self.accumulate > 1:
-            batch += f" (in {self.accumulate} micro-batches of {self.micro_batch_size})"
-        if self.default_batch_size:
-            batch += " (default)"
-        steps = f"{self.steps_per_epoch} step{'s' if self.steps_per_epoch > 1 else ''}/epoch"
-        if self.dropped:
-            steps += f", {self.dropped} sample{'s' if self.dropped > 1 else ''} dropped"
-        rate = "optimizer hook" if self.lr is None else f"lr {self.lr:g}"
-        precision = f"{self.precision} (auto)" if self.default_precision else self.precision
-        return " · ".join([f"{self.nproc} x {unit}", batch, steps, rate, precision, *(part for part in extra if part)])
+        if len(self.stages) == 1:
+            parts = self.stages[0].parts(self.nproc)
+        else:
+            total = self.total_steps
+            parts = [f"{len(self.stages)} stages", *([] if total is None else [f"{total} steps"])]
+        return " · ".join([f"{self.nproc} x {unit}", *parts, *(part for part in extra if part)])
+
+    def stage_lines(self) -> list[str]:
+        """A line for each stage, where there are several."""
+        if len(self.stages) == 1:
+            return []
+        return [f"stage {stage.name}: " + " · ".join([*_length(stage), *stage.parts(self.nproc)]) for stage in self.stages]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,7 +154,14 @@ class Plan:
         values = {field.name: record[field.name] for field in fields(cls)}
         for name in ("device_indices", "warnings"):
             values[name] = tuple(values[name])
+        values["stages"] = tuple(StagePlan(**stage) for stage in values["stages"])
         return cls(**values)
+
+
+def _length(stage: StagePlan) -> list[str]:
+    if stage.max_steps is not None and stage.total_steps == stage.max_steps:
+        return [f"{stage.max_steps} steps"]
+    return [] if stage.epochs is None else [f"{stage.epochs} epoch{'s' if stage.epochs > 1 else ''}"]
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -155,76 +229,184 @@ def _val_batch(config: TrainConfig, nproc: int, batch: int) -> tuple[int, str | 
     return config.val_batch_size, None
 
 
-def _too_short(config: TrainConfig, n_train: int, batch: int, parts: int) -> str:
-    largest = n_train // parts * parts
-    ways = ["--drop-last false"]
+def _too_short(config: TrainConfig, n_train: int, batch: int, nproc: int) -> str:
+    parts = nproc * config.accumulate
+    largest, ways = n_train // parts * parts, ["--drop-last false"]
     if largest:
-        ways.insert(0, f"--batch-size {largest}" + ("" if config.batch_size is None else " or less"))
+        of_rank = config.per_rank_batch_size is not None
+        remedy = f"--per-rank-batch-size {largest // nproc}" if of_rank else f"--batch-size {largest}"
+        ways.insert(0, remedy + (" or less" if of_rank or config.batch_size is not None else ""))
     return f"the training data has {n_train} samples, fewer than one batch of {batch}: {', or '.join(ways)}"
 
 
-def _advice(config: TrainConfig, nproc: int, device: str, batch: int, machine: Machine) -> list[str]:
-    warnings = []
-    per_rank = batch // nproc
-    if nproc > 1 and per_rank < DEFAULT_RANK_BATCH:
-        warnings.append(f"{per_rank} samples per rank: same steps as on one {'GPU' if device == 'cuda' else 'rank'} plus all-reduce; raise --batch-size")
-    if device == "cpu" and nproc > machine.cores:
-        warnings.append(f"{nproc} ranks on {machine.cores} cores: they take turns; -n {machine.cores} is as fast")
-    if config.num_workers > machine.cores:
-        warnings.append(f"{config.num_workers} loader workers on {machine.cores} cores: more than the cores can serve")
-    return warnings
-
-
-def _without_effect(config: TrainConfig, n_val: int, device: str) -> list[str]:
-    """Options that were given and that nothing will come of."""
-    idle = [(name, "without loader workers: --num-workers") for name in ("prefetch_factor", "persistent_workers") if config.num_workers == 0]
-    idle += [(name, "without validation data: --val or --val-split") for name in ("val_every", "val_batch_size") if n_val == 0]
-    if device == "cpu" and config.pin_memory:
-        idle.append(("pin_memory", "for ranks on the CPU"))
-    return [f"{name} has no effect {why}" for name, why in idle if name in config.given]
-
-
-def _monitor(config: TrainConfig, n_val: int) -> str:
-    """The value that decides which checkpoint is best; names that only a validation can know are checked by the first one.
+def _monitor(config: TrainConfig, n_val: int, job: Job) -> str:
+    """The value that decides which checkpoint is best; names that only a step can know are checked by the first one.
 
     Raises:
         ConfigError: for a value that nothing records.
     """
     if n_val == 0 and "monitor" not in config.given:
+        if config.patience is not None:
+            message = f"patience={config.patience} needs validation data (--val or --val-split), or a value of the training to watch: --monitor loss"
+            raise ConfigError(message)
         return "loss"
-    if n_val == 0 and config.monitor != "loss":
+    if n_val == 0 and config.monitor.startswith("val_"):
         message = f"monitor={config.monitor} needs validation data: give --val or --val-split, or --monitor loss"
         raise ConfigError(message)
-    if config.monitor != "loss" and not config.monitor.startswith("val_"):
-        message = f"monitor={config.monitor} is not recorded: loss (of the training), val_loss, or val_ and the name of a scalar that the validation returns"
+    if job.recorded is not None and config.monitor not in job.recorded:
+        message = f"monitor={config.monitor} is not recorded; recorded are {', '.join(job.recorded)}.{suggest(config.monitor, job.recorded)}"
         raise ConfigError(message)
     return config.monitor
 
 
-def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine, has_optimizer: bool = False) -> Plan:
-    """Derive the plan of a run; `has_optimizer` says that a hook makes the optimizer.
+def _precision(config: TrainConfig, device: str, machine: Machine, job: Job, *, hooked: bool) -> tuple[str, list[str]]:
+    """The precision in effect, and what there is to say about it."""
+    if config.precision == "auto":
+        return "bf16" if device == "cuda" and machine.bf16 and not job.float64 else "fp32", []
+    if config.precision != "fp32" and job.float64:
+        return config.precision, [f"precision={config.precision} changes nothing in a float64 model: autocast leaves float64 alone"]
+    if config.precision == "fp16" and config.optimizer == "lbfgs" and not hooked:
+        return "bf16", ["precision=fp16 with lbfgs runs as bf16: its loss can't be scaled within a line search"]
+    return config.precision, []
+
+
+def _rate(config: TrainConfig, batch: int) -> tuple[float, str]:
+    """The learning rate in effect, and how it came about."""
+    lr = config.lr if config.lr is not None else DEFAULT_LR[config.optimizer]
+    if config.lr_scale is None or config.base_batch_size is None:
+        return lr, ""
+    ratio = batch / config.base_batch_size
+    scaled = lr * (ratio if config.lr_scale == "linear" else math.sqrt(ratio))
+    return scaled, f" ({lr:g} x {'' if config.lr_scale == 'linear' else 'sqrt '}{batch}/{config.base_batch_size})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What every stage is planned for."""
+
+    nproc: int
+    device: Literal["cpu", "cuda"]
+    n_train: int
+    n_val: int
+    machine: Machine
+    job: Job
+    stages: int
+    max_steps: int | None
+    limited: bool
+    """The run ends by `max_steps` or `max_time`, and does not say how many epochs a stage has."""
+
+
+def _plan_stage(index: int, stage: Stage | None, config: TrainConfig, size: _Size) -> tuple[StagePlan, list[str]]:
+    """The plan of one stage, and what there is to say about it; its options are `config`."""
+    nproc, n_train = size.nproc, size.n_train
+    batch = _batch(config, nproc)
+    steps = n_train // batch if config.drop_last else math.ceil(n_train / batch)
+    if steps == 0:
+        raise ConfigError(_too_short(config, n_train, batch, nproc))
+    hooked = size.job.has_optimizer
+    if stage is not None:
+        hooked = stage.optimizer is not None or (hooked and "optimizer" not in stage.options)
+    lr, how = (None, "") if hooked else _rate(config, batch)
+    precision, remarks = _precision(config, size.device, size.machine, size.job, hooked=hooked)
+    plan = StagePlan(
+        index=index,
+        name=stage_name(stage, index),
+        batch_size=batch,
+        per_rank_batch_size=batch // nproc,
+        micro_batch_size=batch // nproc // config.accumulate,
+        accumulate=config.accumulate,
+        default_batch_size=config.batch_size is None and config.per_rank_batch_size is None,
+        steps_per_epoch=steps,
+        dropped=n_train - steps * batch if config.drop_last else 0,
+        epochs=_epochs(index, config, size),
+        max_steps=config.max_steps,
+        lr=lr,
+        scaled_lr=how,
+        precision=precision,
+        default_precision=config.precision == "auto",
+        compile=config.compile,
+        monitor=_monitor(config, size.n_val, size.job),
+        trains=_trains(stage),
+    )
+    _check_schedule(config, plan.total_steps, size.max_steps)
+    return plan, remarks
+
+
+def _epochs(index: int, config: TrainConfig, size: _Size) -> int | None:
+    """Epochs of a stage; None where something else ends it.
 
     Raises:
-        ConfigError: for sizes that don't divide, devices that are not there, data shorter than a batch.
+        ConfigError: where only the end of the run would end a stage that others follow.
     """
+    if "epochs" in config.given:
+        return config.epochs
+    if config.max_steps is not None:
+        return None
+    if not size.limited:
+        return config.epochs
+    if index < size.stages - 1:
+        message = "nothing ends it but the end of the run, and stages follow it: give it epochs or max_steps"
+        raise ConfigError(message)
+    return None
+
+
+def _trains(stage: Stage | None) -> str:
+    if stage is None:
+        return ""
+    parts = [f"trains {', '.join(stage.train_only)} only"] if stage.train_only else [f"freezes {', '.join(stage.freeze)}"] if stage.freeze else []
+    return " and ".join([*parts, *(["holds BatchNorm"] if stage.freeze_batch_norm else [])])
+
+
+def _check_schedule(config: TrainConfig, total_steps: int | None, max_steps: int | None) -> None:
+    """What a schedule needs to know, and has room for.
+
+    Raises:
+        ConfigError: for a warm-up that is longer than the stage, and a schedule to an end that is not known.
+    """
+    if total_steps is None and config.schedule in ("linear", "cosine"):
+        message = f"schedule={config.schedule} ends at a step that is not known: give epochs or max_steps, beside the limit of the run"
+        raise ConfigError(message)
+    known = [steps for steps in (total_steps, max_steps) if steps is not None]
+    if known and config.warmup_steps > min(known):
+        message = f"warmup_steps={config.warmup_steps} is longer than the {min(known)} steps there are: use less, or train longer"
+        raise ConfigError(message)
+
+
+def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine, job: Job | None = None, stages: Sequence[Stage] = ()) -> Plan:
+    """Derive the plan of a run.
+
+    Raises:
+        ConfigError: for sizes that don't divide, devices that are not there, data shorter than a batch; it names the stage where there are several.
+    """
+    job = job or Job()
     nproc, device, indices, name = _devices(config, machine)
-    batch = _batch(config, nproc)
     if n_train < 1:
         message = "the training data is empty: it needs at least one sample"
         raise ConfigError(message)
-    steps = n_train // batch if config.drop_last else math.ceil(n_train / batch)
-    if steps == 0:
-        raise ConfigError(_too_short(config, n_train, batch, nproc * config.accumulate))
-    val_batch, rounded = _val_batch(config, nproc, batch)
+    limited = "epochs" not in config.given and (config.max_steps is not None or config.max_time is not None)
+    size = _Size(nproc, device, n_train, n_val, machine, job, len(stages) or 1, config.max_steps, limited)
+    plans, configs, remarks = [], [config], []
+    for index, stage in enumerate(stages or (None,)):
+        own = config if stage is None else stage.config(config)
+        try:
+            plan, said = _plan_stage(index, stage, own, size)
+        except ConfigError as error:
+            if stage is None:
+                raise
+            message = f"stage {stage_name(stage, index)}: {error}"
+            raise ConfigError(message) from None
+        plans.append(plan)
+        configs.append(own)
+        remarks += [text for text in said if text not in remarks]
+    val_batch, rounded = _val_batch(config, nproc, plans[0].batch_size)
     if config.num_workers % nproc:
         near = nearest_multiples(config.num_workers, nproc)
         message = f"num_workers={config.num_workers} is the total over the ranks and must divide by {nproc} ranks: use {near}"
         raise ConfigError(message)
-    warnings = _advice(config, nproc, device, batch, machine) + _without_effect(config, n_val, device)
-    monitor = _monitor(config, n_val)
+    warnings = advice(config, nproc, device, [plan.batch_size for plan in plans], machine)
+    warnings += remarks + without_effect(configs, plans, n_val, device, nproc) + overridden(config, stages) + not_reached(config, plans)
     if n_val == 0 and config.load == "best" and "monitor" not in config.given:
         warnings.append("load=best without validation data: best is by the training loss")
-    limited = config.max_steps is not None or config.max_time is not None
     return Plan(
         nproc=nproc,
         device=device,
@@ -234,20 +416,9 @@ def make_plan(config: TrainConfig, *, n_train: int, n_val: int, machine: Machine
         threads=machine.threads or max(1, machine.cores // nproc),
         n_train=n_train,
         n_val=n_val,
-        batch_size=batch,
-        per_rank_batch_size=batch // nproc,
-        micro_batch_size=batch // nproc // config.accumulate,
-        accumulate=config.accumulate,
-        default_batch_size=config.batch_size is None and config.per_rank_batch_size is None,
         val_batch_size=val_batch,
-        steps_per_epoch=steps,
-        dropped=n_train - steps * batch if config.drop_last else 0,
-        epochs=None if limited and "epochs" not in config.given else config.epochs,
         max_steps=config.max_steps,
-        lr=None if has_optimizer else config.lr if config.lr is not None else DEFAULT_LR[config.optimizer],
-        precision="fp32",
-        default_precision=config.precision == "auto",
         workers_per_rank=config.num_workers // nproc,
-        monitor=monitor,
+        stages=tuple(plans),
         warnings=(*warnings, *([rounded] if rounded else [])),
     )

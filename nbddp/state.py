@@ -90,6 +90,17 @@ class EpochRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StageRecord:
+    """A stage that was begun, after how many steps of the run."""
+
+    index: int
+    name: str
+    step: int
+    precision: str = ""
+    lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Extreme:
     """The smallest value that a quantity had, and where."""
 
@@ -133,6 +144,7 @@ class RunState:
     step: int = 0
     epoch: int = 0
     stage: int = 0
+    stages: list[StageRecord] = field(default_factory=list)
     total_steps: int | None = None
     lr: float = math.nan
     report: Report = field(default_factory=Report)
@@ -142,6 +154,8 @@ class RunState:
     validated: dict[str, float] = field(default_factory=dict)
     lowest: dict[str, Extreme] = field(default_factory=dict)
     nonfinite_steps: int = 0
+    overflows: int = 0
+    recompiles: int = 0
     phase_sums_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     recent_phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     slowest: int | None = None
@@ -247,6 +261,7 @@ def _steps(state: RunState, event: Event) -> None:
     for step, loss in zip(steps, losses, strict=True):
         state.train_curve.add(float(step), loss)
         state.nonfinite_steps += not math.isfinite(loss)
+    state.overflows += sum(columns.get("overflow", ()))
     warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
     # A report may be of one step, the first of an epoch: it counts by its number of steps.
     share = min(1.0, len(steps) / RECENT_STEPS) if any(state.recent_phases_s.values()) else 1.0
@@ -294,18 +309,39 @@ def _epoch(state: RunState, event: Event) -> None:
     record = EpochRecord(data["epoch"], data["step"], data["stage"], float(data["loss"]), float(data["duration_s"]))
     state.epochs.append(record)
     _note_lowest(state, "loss", record.loss, record.epoch, record.step)
+    _record(state, data.get("values", {}), record.epoch, record.step)
 
 
 def _validation(state: RunState, event: Event) -> None:
     values = {name: float(value) for name, value in event.data["values"].items()}
     step, epoch = event.data["step"], event.data.get("epoch", state.epoch)
     state.validated = values
-    for name, value in values.items():
-        _note_lowest(state, name, value, epoch, step)
     if "val_loss" in values:
         state.val_curve.add(float(step), values["val_loss"])
+    _record(state, values, epoch, step)
+
+
+def _reported(state: RunState, event: Event) -> None:
+    """What on_epoch_end reported."""
+    _record(state, event.data["values"], event.data.get("epoch", state.epoch), event.data["step"])
+
+
+def _record(state: RunState, values: dict[str, Any], epoch: int, step: int) -> None:
+    """Values of an epoch, beside those that it has already."""
+    numbers = {name: float(value) for name, value in values.items()}
+    for name, value in numbers.items():
+        _note_lowest(state, name, value, epoch, step)
     if state.epochs and (record := state.epochs[-1]).step == step:
-        state.epochs[-1] = replace(record, values={**record.values, **values})
+        state.epochs[-1] = replace(record, values={**record.values, **numbers})
+
+
+def _stage(state: RunState, event: Event) -> None:
+    data = event.data
+    lr = data.get("lr")
+    state.stages.append(
+        StageRecord(data["stage"], str(data["name"]), data["step"], str(data.get("precision", "")), None if lr is None else float(lr))
+    )
+    state.stage = data["stage"]
 
 
 def _checkpoint(state: RunState, event: Event) -> None:
@@ -360,6 +396,8 @@ _HANDLERS = {
     "steps": _steps,
     "epoch": _epoch,
     "validation": _validation,
+    "reported": _reported,
+    "stage": _stage,
     "checkpoint": _checkpoint,
     "message": _message,
     "heartbeat": _heartbeat,
@@ -372,6 +410,7 @@ _HANDLERS = {
 
 _CONTAINERS = (
     "plan",
+    "stages",
     "epochs",
     "validated",
     "lowest",

@@ -7,6 +7,7 @@ Jupyter.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictBool
@@ -112,3 +113,49 @@ Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(not_bool), Field(ge=0)]
 Positive = Annotated[float, BeforeValidator(not_bool), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(not_bool), Field(ge=0, allow_inf_nan=False)]
+
+
+WANDB_KEYS = ("project", "group", "name", "entity", "mode", "tags", "job_type")
+WANDB_MODES = ("online", "offline", "disabled")
+
+
+def read_wandb(value: object) -> object:
+    """Read ``project=digits,group=lab,tags=a+b``, or a mapping of the same keys, as a dict of texts; several tags are joined by a plus."""
+    if value is None:
+        return None
+    pairs = _wandb_pairs(value)
+    for index, (name, _) in enumerate(pairs):
+        if name not in WANDB_KEYS:
+            rule = f"has the unknown key {name}; the keys are {', '.join(WANDB_KEYS)}.{suggest(name, WANDB_KEYS)}"
+            raise ValueError(rule)
+        if name in (other for other, _ in pairs[:index]):
+            rule = f"gives {name} twice: keep one"
+            raise ValueError(rule)
+    read = {name: _wandb_text(name, text) for name, text in pairs if text is not None}
+    if "project" not in read:
+        rule = "needs a project: project=NAME"
+        raise ValueError(rule)
+    if (mode := read.get("mode", WANDB_MODES[0])) not in WANDB_MODES:
+        rule = f"has mode={mode}, which must be one of {', '.join(WANDB_MODES)}.{suggest(mode, WANDB_MODES)}"
+        raise ValueError(rule)
+    return read
+
+
+def _wandb_pairs(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        return [(str(name), text) for name, text in value.items()]
+    parts = [part.partition("=") for part in value.split(",")] if isinstance(value, str) else []
+    if not parts or not all(equals for _, equals, _ in parts):
+        rule = "must be key=value pairs such as project=digits,group=lab, or a mapping of them"
+        raise ValueError(rule)
+    return [(name.strip(), text.strip()) for name, _, text in parts]
+
+
+def _wandb_text(name: str, value: object) -> str:
+    """A value as a text; tags may be a list."""
+    texts = list(value) if name == "tags" and isinstance(value, list | tuple) else str(value).split("+") if name == "tags" else [value]
+    plain = [isinstance(text, str | int | float) and not isinstance(text, bool) and bool(str(text).strip()) for text in texts]
+    if not texts or not all(plain) or any("+" in str(text) for text in texts if name == "tags"):
+        rule = f"has {name}={value!r}, which must be a text" + (", or several joined by + (a+b)" if name == "tags" else "")
+        raise ValueError(rule)
+    return "+".join(str(text).strip() for text in texts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.errors import ConfigError
 from nbddp.kernel.cells import unix_lines
-from nbddp.kernel.request import HOOKS, LATER_HOOKS
+from nbddp.kernel.request import HOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,17 +130,8 @@ def _show_source(filename: str, origin: Origin, body: str, transformed: str) -> 
 
 
 def hooks_of(bound: Mapping[str, Any]) -> dict[str, Any]:
-    """The hooks among the names that a body bound; one that is None counts as left out.
-
-    Raises:
-        ConfigError: for a hook that is not available yet.
-    """
-    hooks = {name: bound[name] for name in HOOKS if bound.get(name) is not None}
-    for name in LATER_HOOKS:
-        if name in hooks:
-            message = f"the hook {name} is not available yet: leave {name} out of the cell"
-            raise ConfigError(message)
-    return hooks
+    """The hooks among the names that a body bound; one that is None counts as left out."""
+    return {name: bound[name] for name in HOOKS if bound.get(name) is not None}
 
 
 def near_misses(bound: Mapping[str, Any]) -> dict[str, str]:

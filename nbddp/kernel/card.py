@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbddp.kernel import markup
+from nbddp.kernel.ancestry import parent_text
 from nbddp.kernel.figure import loss_png
 from nbddp.kernel.record import duration_s, number, started
 from nbddp.kernel.tail import rendered
@@ -105,6 +106,8 @@ def _headline(run_dir: RunDir, state: RunState) -> str:
 def _facts(run_dir: RunDir, state: RunState) -> list[tuple[str, str]]:
     """Name and value of what there is to say about the training."""
     facts = []
+    if (parent := parent_text(run_dir.read_spec() or {})) is not None:
+        facts.append(("goes on from", parent))
     if state.step:
         total = f" of {count_text(state.total_steps)}" if state.total_steps and state.total_steps != state.step else ""
         epochs = state.plan.get("epochs")

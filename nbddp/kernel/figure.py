@@ -26,6 +26,8 @@ GREY = "#808080"
 SIZE_IN = (6.4, 2.5)
 DPI = 150
 LOG_RANGE = 50.0
+LETTER = 0.0115
+"""Width of a letter of a stage's name, as a share of the axis."""
 _drawing = threading.Lock()
 
 
@@ -63,6 +65,7 @@ def loss_figure(state: RunState, *, dpi: int = DPI) -> Figure:
     figure.patch.set_alpha(0)
     axes = figure.add_axes((0.085, 0.17, 0.895, 0.79))
     axes.patch.set_alpha(0)
+    _stages(axes, state)
     _train(axes, state.train_curve)
     _validation(axes, state.val_curve)
     _style(axes, state)
@@ -78,6 +81,22 @@ def _png(figure: Figure, dpi: int) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, transparent=True, bbox_inches=None, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def _stages(axes: Axes, state: RunState) -> None:
+    """Every other stage lies on a shaded ground; each is named at its top, where the name has room."""
+    if len(state.stages) < 2:
+        return
+    begin, end = state.stages[0].step, max([state.step, *(stage.step for stage in state.stages)])
+    ends = [stage.step for stage in state.stages[1:]] + [end]
+    for number, (stage, stop) in enumerate(zip(state.stages, ends, strict=True)):
+        if stop <= stage.step:
+            continue
+        if number % 2:
+            axes.axvspan(stage.step, stop, color=GREY, alpha=0.12, linewidth=0)
+        if (stop - stage.step) / (end - begin) >= LETTER * len(stage.name):
+            middle = (stage.step + stop) / 2
+            axes.text(middle, 0.985, stage.name, transform=axes.get_xaxis_transform(), ha="center", va="top", color=GREY, fontsize=8.5, clip_on=True)
 
 
 def _train(axes: Axes, curve: Curve) -> None:
@@ -127,7 +146,8 @@ def _style(axes: Axes, state: RunState) -> None:
         spine.set_color(GREY)
         spine.set_linewidth(0.7)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right", frameon=False, fontsize=9, labelcolor="linecolor", handlelength=1.2, borderaxespad=0.1)
+        top = 1.0 if len(state.stages) < 2 else 0.92  # below the names of the stages
+        axes.legend(loc="upper right", bbox_to_anchor=(1.0, top), frameon=False, fontsize=9, labelcolor="linecolor", handlelength=1.2, borderaxespad=0.1)
 
 
 def _leave_out_first_spikes(axes: Axes, finite: NDArray[np.float64]) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from nbddp.config import not_yet
 from nbddp.kernel.options import Option, synonyms_of, train_options
-from nbddp.kernel.request import LATER_HOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,14 +46,10 @@ MODEL and DATA are names or expressions of the notebook; {expr} and $name put a 
 
 def help_text() -> str:
     """The whole help, grouped, 120 columns wide."""
-    parts = [_HEAD, "names that the cell may define", _rows((f"  {name}", _hook(name)) for name in HOOK_HELP)]
+    parts = [_HEAD, "names that the cell may define", _rows((f"  {name}", text) for name, text in HOOK_HELP.items())]
     for group, options in groupby(train_options().values(), key=lambda option: option.group):
         parts += ["", group, _rows((f"  {_flag(option)}", _meaning(option)) for option in options)]
     return "\n".join(parts) + "\n"
-
-
-def _hook(name: str) -> str:
-    return HOOK_HELP[name] + (" (not available yet)" if name in LATER_HOOKS else "")
 
 
 def _flag(option: Option) -> str:

@@ -1,4 +1,4 @@
-"""History: every step and every epoch of a run as numpy arrays, read from its event files.
+"""History: every step and every epoch of a run as numpy arrays, read from its event files and those of the runs that it goes on from.
 
 Runs in the kernel, when the user asks; reads only what was written since it was asked last. Imports neither torch nor Jupyter.
 """
@@ -83,6 +83,8 @@ class _Attempt:
     def __init__(self) -> None:
         self.steps = Table(STEP_COLUMNS)
         self.epochs = Table(EPOCH_COLUMNS)
+        self.partial: set[int] = set()
+        """Steps at which an epoch was left before its end."""
 
     def fold(self, event: Event) -> None:
         data = event.data
@@ -90,8 +92,10 @@ class _Attempt:
             columns = {name: data[name] for name in STEP_COLUMNS if name in data}
             self.steps.append(len(data["step"]), {**data.get("scalars", {}), **columns})
         elif event.kind == "epoch":
-            known = {name: [data[name]] for name in EPOCH_COLUMNS if name in data}
-            self.epochs.append(1, known)
+            known = {name: data[name] for name in EPOCH_COLUMNS if name in data}
+            self.epochs.append(1, {name: [value] for name, value in {**data.get("values", {}), **known}.items()})
+            if not data.get("whole", True):
+                self.partial.add(int(data["step"]))
         elif event.kind == "validation" and len(self.epochs):
             last = self.epochs.arrays()["step"][-1]
             if last == data["step"]:
@@ -106,12 +110,18 @@ class History:
     """The arrays of a run, kept up with its event files.
 
     `steps` and `epochs` are dicts of read-only arrays of equal length, int64 where a column counts and float64 elsewhere, nan where nothing was
-    recorded. Where the process group was restarted, the later attempt's steps replace those that it repeated.
+    recorded. Where the process group was restarted, the later attempt's steps replace those that it repeated. The steps of the runs that this one goes
+    on from come first, up to the checkpoint; an epoch that was left in its middle there is the one that is finished here.
+
+    Args:
+        events: the folder of the run's event files.
+        parents: folder and last step of each run that it goes on from, the oldest first; they have ended.
     """
 
-    def __init__(self, events: Path) -> None:
+    def __init__(self, events: Path, parents: Iterable[tuple[Path, int]] = ()) -> None:
         self._reader = EventReader(events)
         self._attempts: dict[int, _Attempt] = {}
+        self._parents = [(History(path), until) for path, until in parents]
         self._lock = threading.Lock()
 
     @property
@@ -119,14 +129,25 @@ class History:
         """One entry per optimizer step: the columns of `STEP_COLUMNS` and the step's own scalars."""
         with self._lock:
             self._update()
-            return _joined([attempt.steps for attempt in self._in_order()], self._cuts())
+            own = _joined([attempt.steps for attempt in self._in_order()], self._cuts())
+        return _stacked([*(_rows(parent.steps, parent.steps["step"] <= until) for parent, until in self._parents), own])
 
     @property
     def epochs(self) -> dict[str, Array]:
-        """One entry per epoch: the columns of `EPOCH_COLUMNS`, and what else the validation recorded."""
+        """One entry per epoch: the columns of `EPOCH_COLUMNS`, and what else was recorded of it."""
         with self._lock:
             self._update()
-            return _joined([attempt.epochs for attempt in self._in_order()], self._cuts())
+            own = _joined([attempt.epochs for attempt in self._in_order()], self._cuts())
+        parts = [own]
+        for parent, until in reversed(self._parents):
+            earlier = parent.epochs
+            again = np.isin(earlier["epoch"], np.concatenate([part["epoch"] for part in parts]))
+            left = np.isin(earlier["step"], list(parent._partial()))
+            parts.insert(0, _rows(earlier, (earlier["step"] <= until) & ~again & ~left))
+        return _stacked(parts)
+
+    def _partial(self) -> set[int]:
+        return set().union(*(attempt.partial for attempt in self._attempts.values()))
 
     def _update(self) -> None:
         while events := self._reader.poll():
@@ -150,15 +171,23 @@ class History:
 
 
 def _joined(tables: list[Table], cuts: list[int | None]) -> dict[str, Array]:
-    parts = []
-    for table, cut in zip(tables, cuts, strict=True):
-        arrays = table.arrays()
-        rows = len(table) if cut is None else int(np.searchsorted(arrays["step"], cut))
-        parts.append((rows, table.arrays(rows)))
+    def rows(table: Table, cut: int | None) -> int:
+        return len(table) if cut is None else int(np.searchsorted(table.arrays()["step"], cut))
+
+    return _stacked([table.arrays(rows(table, cut)) for table, cut in zip(tables, cuts, strict=True)])
+
+
+def _rows(arrays: dict[str, Array], keep: NDArray[np.bool_]) -> dict[str, Array]:
+    return {name: column[keep] for name, column in arrays.items()}
+
+
+def _stacked(parts: list[dict[str, Array]]) -> dict[str, Array]:
+    """Parts one after the other; the names of all of them, also where one has no rows."""
     if len(parts) == 1:
-        return parts[0][1]
+        return parts[0]
     whole = Table([])
-    for rows, arrays in parts:
-        if rows:
-            whole.append(rows, arrays)
-    return {**Table(tables[-1].arrays()).arrays(), **whole.arrays()}
+    for part in parts:
+        if rows := len(part["step"]):
+            whole.append(rows, part)
+    names: dict[str, Any] = {name: None for part in reversed(parts) for name in part}
+    return {**Table(names).arrays(), **whole.arrays()}

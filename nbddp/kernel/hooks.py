@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from nbddp.errors import ConfigError
-from nbddp.kernel.request import LATER_HOOKS
+from nbddp.metric import check_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +23,12 @@ ARGUMENTS = {
     "optimizer": ("model",),
     "scheduler": ("optimizer",),
     "collate_fn": ("samples",),
+    "on_epoch_end": ("state",),
 }
 """What each hook is called with."""
+
+OBJECTS = ("metrics", "stages", "sampler")
+"""Hooks that are not called, or not only, and are checked where they are read."""
 
 
 def check_hooks(hooks: Mapping[str, object], model: nn.Module) -> None:
@@ -33,10 +37,6 @@ def check_hooks(hooks: Mapping[str, object], model: nn.Module) -> None:
     Raises:
         ConfigError: names the hook, the rule and the remedy.
     """
-    for name in LATER_HOOKS:
-        if hooks.get(name) is not None:
-            message = f"the hook {name} is not available yet: leave it out"
-            raise ConfigError(message)
     loss, step = hooks.get("loss"), hooks.get("training_step")
     if loss is None and step is None:
         message = "neither loss nor training_step is given: loss = nn.CrossEntropyLoss(), or def training_step(model, batch)"
@@ -48,8 +48,10 @@ def check_hooks(hooks: Mapping[str, object], model: nn.Module) -> None:
         message = f"loss is the class {loss.__name__}, not an instance: write loss = nn.{loss.__name__}()"
         raise ConfigError(message)
     for name, hook in hooks.items():
-        if hook is not None:
+        if hook is not None and name not in OBJECTS:
             _check_call(name, hook)
+    if hooks.get("metrics") is not None:
+        check_metrics(hooks["metrics"])
     _check_parameters(loss, model)
 
 

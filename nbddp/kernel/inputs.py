@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from nbddp.errors import BundleError, ConfigError
+from nbddp.sampler import GlobalSampler, SamplerError
 
 if TYPE_CHECKING:
     from nbddp.kernel.request import Named
@@ -61,13 +73,18 @@ def _inside(model: object) -> tuple[str, object] | None:
     return None
 
 
-def take_data(named: Named, *, training: bool) -> Data:
+def take_data(named: Named, *, training: bool, sampler: object = None) -> Data:
     """The map-style dataset behind a name; a plain DataLoader is taken apart.
+
+    Args:
+        named: what the user named.
+        training: whether it is to be trained on, or to validate.
+        sampler: the hook of the cell, which replaces the loader's own.
 
     Raises:
         ConfigError: for data that can't be dealt to ranks by index.
     """
-    data = _from_loader(named, named.value, training=training) if isinstance(named.value, DataLoader) else Data(named.value)
+    data = _from_loader(named, named.value, training=training, sampler=sampler) if isinstance(named.value, DataLoader) else Data(named.value)
     dataset = data.dataset
     if isinstance(dataset, nn.Module):
         message = f"{named.name} is a model ({type(dataset).__name__}): the order is MODEL DATA"
@@ -91,31 +108,124 @@ def take_data(named: Named, *, training: bool) -> Data:
     return data
 
 
-def _from_loader(named: Named, loader: DataLoader[Any], *, training: bool) -> Data:
+def _from_loader(named: Named, loader: DataLoader[Any], *, training: bool, sampler: object) -> Data:
     """What a plain DataLoader says: the batch is the global one, workers are the total over ranks."""
     if isinstance(loader.dataset, IterableDataset):
         return Data(loader.dataset)
-    if loader.batch_size is None or loader.batch_sampler is None:
-        message = f"{named.name} has a batch sampler of its own, or none: not available yet; give the dataset and --batch-size"
-        raise ConfigError(message)
-    plain = type(loader.sampler) is SequentialSampler or (
-        type(loader.sampler) is RandomSampler and not loader.sampler.replacement and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if training and not plain:
+    if type(loader.batch_sampler) is not BatchSampler:
+        what = "no batches" if loader.batch_sampler is None else f"a batch sampler of its own ({type(loader.batch_sampler).__name__})"
         message = (
-            f"{named.name} has a {type(loader.sampler).__name__}: samplers of your own are not available yet; give the dataset, and --shuffle or --no-shuffle"
+            f"{named.name} has {what}: batches that are not made of one index after the other can't be dealt to ranks; "
+            "give the dataset, --batch-size and, where the order matters, sampler = ... in the cell"
         )
         raise ConfigError(message)
-    options: dict[str, object] = {"batch_size" if training else "val_batch_size": loader.batch_size}
+    batch_size, drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
+    data = Data(loader.dataset, {"batch_size" if training else "val_batch_size": batch_size})
+    if sampler is None:
+        _take_sampler(named, loader.batch_sampler.sampler, data, training=training)
     if training:
-        options.update(shuffle=type(loader.sampler) is RandomSampler, drop_last=loader.drop_last, num_workers=loader.num_workers)
+        data.options.update(drop_last=drop_last or bool(data.options.get("drop_last")), num_workers=loader.num_workers)
         if loader.num_workers:
-            options.update(prefetch_factor=loader.prefetch_factor or 2, persistent_workers=loader.persistent_workers)
+            data.options.update(prefetch_factor=loader.prefetch_factor or 2, persistent_workers=loader.persistent_workers)
         if loader.pin_memory:
-            options["pin_memory"] = True
-    hooks: dict[str, object] = {}
+            data.options["pin_memory"] = True
     if loader.collate_fn is not default_collate:
-        hooks["collate_fn" if training else "val_collate_fn"] = loader.collate_fn
+        data.hooks["collate_fn" if training else "val_collate_fn"] = loader.collate_fn
     if training and loader.worker_init_fn is not None:
-        hooks["worker_init_fn"] = loader.worker_init_fn
-    return Data(loader.dataset, options, hooks)
+        data.hooks["worker_init_fn"] = loader.worker_init_fn
+    return data
+
+
+def _take_sampler(named: Named, sampler: Any, data: Data, *, training: bool) -> None:
+    """The order that a loader draws in: an option where it is torch's own of all samples, else a hook; which samples it draws, for a validation.
+
+    Raises:
+        ConfigError: for one that does not say which samples a validation counts, or that deals them to ranks in a way of its own.
+    """
+    whole = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data.dataset))
+    if isinstance(sampler, DistributedSampler):
+        _unwrap_distributed(named, sampler, data, training=training)
+    elif whole and training:
+        data.options["shuffle"] = type(sampler) is RandomSampler
+    elif whole:
+        return
+    elif training:
+        data.hooks["sampler"] = sampler
+    elif type(sampler) is SubsetRandomSampler or isinstance(sampler, list | tuple | range):
+        indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else sampler
+        data.dataset = Subset(data.dataset, [int(index) for index in indices])
+        data.notes.append(f"{named.name}: validates on the {len(data.dataset)} samples of its {type(sampler).__name__}")
+    else:
+        message = (
+            f"{named.name} has a {type(sampler).__name__}: a validation counts each sample once, in order; "
+            "give the dataset, or a torch.utils.data.Subset of it, in place of the loader"
+        )
+        raise ConfigError(message)
+
+
+def _unwrap_distributed(named: Named, sampler: DistributedSampler[Any], data: Data, *, training: bool) -> None:
+    """Ranks are dealt their samples by us: what remains of a DistributedSampler are its options. The batch of its loader is that of one rank."""
+    if type(sampler) is not DistributedSampler:
+        message = (
+            f"{named.name} has a {type(sampler).__name__}, which deals samples to ranks in a way of its own: "
+            "give the dataset, and sampler = ... in the cell for the order of the samples over all ranks"
+        )
+        raise ConfigError(message)
+    per_rank = data.options.pop("batch_size" if training else "val_batch_size")
+    if not training:
+        data.options["val_batch_size"] = int(str(per_rank)) * sampler.num_replicas
+        data.notes.append(f"{named.name}: its DistributedSampler is unwrapped; each sample counts once, on one of the ranks")
+        return
+    data.options["per_rank_batch_size"] = per_rank
+    data.options.update(shuffle=sampler.shuffle, drop_last=sampler.drop_last)
+    data.notes.append(f"{named.name}: its DistributedSampler is unwrapped; samples are dealt to the ranks here, and its batch size is that of a rank")
+
+
+def count_sampled(sampler: object, dataset: Any, *, given: frozenset[str], val_split: float | None, seed: int) -> int:
+    """The number of samples in an epoch that a sampler draws.
+
+    Args:
+        sampler: the hook, or what a DataLoader brought.
+        dataset: what it draws from.
+        given: names of the options that the user wrote.
+        val_split: the option.
+        seed: the option.
+
+    Raises:
+        ConfigError: for what is no sampler, and for options that it excludes.
+    """
+    if "shuffle" in given:
+        message = "shuffle beside a sampler, which sets the order of the samples: keep one of the two"
+        raise ConfigError(message)
+    if val_split is not None:
+        message = (
+            f"val_split={val_split:g} beside a sampler, whose indices are of all samples: split the dataset before, with torch.utils.data.random_split, "
+            "and give the parts as DATA and --val"
+        )
+        raise ConfigError(message)
+    if isinstance(sampler, DistributedSampler):
+        message = "sampler is a DistributedSampler: samples are dealt to the ranks here; leave it out, and give --shuffle or --no-shuffle"
+        raise ConfigError(message)
+    try:
+        return len(GlobalSampler(sampler, dataset, seed=seed))
+    except SamplerError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:  # code of the user's, called as sampler(dataset) or for its length
+        message = f"the sampler can't be asked for the number of its samples: {type(error).__name__}: {error}"
+        raise ConfigError(message) from error
+
+
+def stateful(named: Named, dataset: Any, sampler: object) -> list[str]:
+    """What holds a state of its own that no checkpoint has, a line each: a resumed run is not, bit for bit, one that never stopped."""
+    found: list[tuple[str, object]] = [(named.name, named.value)] if isinstance(named.value, DataLoader) else []
+    inner, name = dataset, f"{named.name}.dataset" if isinstance(named.value, DataLoader) else named.name
+    found.append((name, inner))
+    while isinstance(inner, Subset):
+        inner, name = inner.dataset, f"{name}.dataset"
+        found.append((name, inner))
+    found.append(("sampler", sampler))
+    return [
+        f"{name} ({type(value).__name__}) has a state of its own (state_dict), which checkpoints don't hold: this is not exactly a run that never stopped"
+        for name, value in found
+        if callable(getattr(type(value), "state_dict", None)) or callable(getattr(type(value), "load_state_dict", None))
+    ]

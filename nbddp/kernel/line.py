@@ -233,6 +233,7 @@ class Invocation:
     val: str | None = None
     loss: str | None = None
     config: Path | None = None
+    freeze_rb_layer: str | None = None
     bind: str | None = None
     background: bool = False
     dry_run: bool = False
@@ -255,7 +256,10 @@ def parse(line: str, magic: str = "%%ddp_train") -> Invocation | None:
     if flag_value("no_load", values.pop("no_load", False)):
         found.put("load", "none", "--no-load")
         values["load"] = "none"
-    call = {name: values.pop(name, None) for name in ("val", "loss", "note", "config", "as")}
+    call = {name: values.pop(name, None) for name in ("val", "loss", "note", "config", "freeze_rb_layer", "as")}
+    if call["freeze_rb_layer"] is not None and call["config"] is None:
+        message = "--freeze-rb-layer goes with --config: it says what freeze_rb_layer in the file's stages means"
+        raise ConfigError(message)
     return Invocation(
         model=model,
         data=data,
@@ -263,6 +267,7 @@ def parse(line: str, magic: str = "%%ddp_train") -> Invocation | None:
         loss=_text(call["loss"]),
         note=_text(call["note"]),
         config=None if call["config"] is None else Path(str(call["config"])).expanduser(),
+        freeze_rb_layer=_text(call["freeze_rb_layer"]),
         bind=None if call["as"] is None else identifier(str(call["as"]), "--as"),
         background=flag_value("background", values.pop("background", False)),
         dry_run=flag_value("dry_run", values.pop("dry_run", False)),

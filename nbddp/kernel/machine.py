@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,31 +19,48 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FOREIGN_MIB = 1024
+NATIVE_BF16 = 8.0
+"""Compute capability from which on GPUs compute in bf16 themselves (Ampere)."""
 
 
 def this_machine() -> Machine:
     """Visible GPUs by name, the cores that this process may use, and the threads that OMP_NUM_THREADS asks for."""
     count = torch.cuda.device_count()
-    names = [name for name, _ in _query()] if count else []
+    found = _query() if count else []
+    names = [gpu.name for gpu in found]
     if len(names) != count:
         names = [names[0] if len(set(names)) == 1 else "GPU"] * count
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is OpenMP's own way to write nested levels
-    return Machine(tuple(names), len(os.sched_getaffinity(0)), int(asked) if asked.isdigit() and int(asked) else None)
+    threads = int(asked) if asked.isdigit() and int(asked) else None
+    return Machine(tuple(names), len(os.sched_getaffinity(0)), threads, bf16=bool(found) and all(gpu.compute_capability >= NATIVE_BF16 for gpu in found))
 
 
-def _query() -> list[tuple[str, int]]:
-    """Name and used MiB of every GPU of the host, by nvidia-smi; empty where that is not to be had."""
+class _Gpu(NamedTuple):
+    name: str
+    used_mib: int
+    compute_capability: float
+
+
+def _query() -> list[_Gpu]:
+    """Every GPU of the host, by nvidia-smi; empty where that is not to be had."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
         output = subprocess.run(
-            [program, "--query-gpu=name,memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=5, check=True
+            [program, "--query-gpu=name,memory.used,compute_cap", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=5, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.rsplit(",", 1) for line in output.splitlines() if "," in line]
-    return [(name.removeprefix("NVIDIA ").strip(), int(used)) for name, used in rows if used.strip().isdigit()]
+    rows = [[part.strip() for part in line.rsplit(",", 2)] for line in output.splitlines() if line.count(",") >= 2]
+    return [_Gpu(name.removeprefix("NVIDIA ").strip(), int(used), _number(capability)) for name, used, capability in rows if used.isdigit()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return 0.0
 
 
 def visible_devices() -> str:

@@ -14,13 +14,14 @@ from nbddp.errors import ConfigError
 from nbddp.kernel.binding import binder, names_of, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbddp.kernel.cells import CellSources, Origin, RunningCells
     from nbddp.kernel.line import Invocation
     from nbddp.kernel.request import Bind, Request
+    from nbddp.kernel.settings import Settings
 
 
 def _train(request: Request, bind: Bind) -> object:
@@ -132,7 +133,7 @@ class TrainMagics(Magics):
         from nbddp.kernel.request import Named, Request
 
         requested = self._cells.requested()
-        options = _checked_options(invocation, names)
+        _checked_options(invocation, names, ("optimizer", "scheduler"))  # before the body runs, which may have these hooks
 
         def look_up(what: str, text: str) -> Named:
             return evaluate(text, names, what=what, filename=origin.cell.filename or "<magic>", line=max(1, origin.offset))
@@ -147,6 +148,10 @@ class TrainMagics(Magics):
                 message = "--loss and the cell's loss: keep one of the two"
                 raise ConfigError(message)
             hooks["loss"] = loss.value
+        val = None if val is None or val.value is None else val
+        options, file = _checked_options(invocation, names, hooks, has_val=val is not None)
+        if file.stages:
+            hooks["stages"] = list(file.stages)
         if not plan_only:
             require_loss(hooks, bound, names, has_body=body is not None)
         for name, hook in near_misses(bound).items():
@@ -154,7 +159,7 @@ class TrainMagics(Magics):
         return Request(
             model=model,
             data=data,
-            val=None if val is None or val.value is None else val,
+            val=val,
             options=options,
             hooks=hooks,
             requested=requested,
@@ -163,6 +168,7 @@ class TrainMagics(Magics):
             cell=origin.cell,
             main=self._shell.user_module,
             cells=_cell_sources(self._shell),
+            notes=file.notes,
         )
 
     def _tell_synonyms(self, synonyms: Mapping[str, str]) -> None:
@@ -172,23 +178,22 @@ class TrainMagics(Magics):
                 say(f"{given} is {ours} here")
 
 
-def _checked_options(invocation: Invocation, names: Mapping[str, Any]) -> dict[str, object]:
-    """Options of the settings file and of the line, which wins, as TrainConfig understands them.
+def _checked_options(
+    invocation: Invocation, names: Mapping[str, Any], hooks: Collection[str] = (), *, has_val: bool = False
+) -> tuple[dict[str, object], Settings]:
+    """Options of the settings file and of the line, which wins, as TrainConfig understands them; and what the file says besides.
 
     Raises:
         ConfigError: what TrainConfig says, with a hint where a name stands for a value.
     """
     from nbddp.config import TrainConfig
+    from nbddp.kernel.settings import Settings, read
 
-    options: dict[str, Any] = {}
-    if invocation.config is not None:
-        from nbddp.kernel.settings import settings
-
-        file = settings(invocation.config)
-        options = {name: getattr(file, name) for name in file.given}
-    options.update(invocation.options)
+    file = Settings()
     try:
-        config = TrainConfig(**options)
+        if invocation.config is not None:
+            file = read(invocation.config, over=invocation.options, hooks=hooks, has_val=has_val, freeze_rb_layer=invocation.freeze_rb_layer)
+        config = TrainConfig(**{**{name: getattr(file.config, name) for name in file.config.given}, **invocation.options})
     except ConfigError as error:
         hints = [
             f"{value} is a variable of the notebook: write {{{value}}} for its value"
@@ -197,4 +202,4 @@ def _checked_options(invocation: Invocation, names: Mapping[str, Any]) -> dict[s
         ]
         message = "; ".join([str(error), *hints])
         raise ConfigError(message) from None
-    return {name: getattr(config, name) for name in TrainConfig.model_fields if name in config.given}
+    return {name: getattr(config, name) for name in TrainConfig.model_fields if name in config.given}, file

@@ -60,7 +60,8 @@ def spelled(name: str) -> str:
 INVOCATION = (
     Option("val", "validation data: a name or an expression of the notebook", metavar="EXPR", text=True),
     Option("loss", "the loss: a name or an expression of the notebook, instead of `loss` in the cell", metavar="EXPR", text=True),
-    Option("config", "settings file (YAML) with options as keys; options in the line win", metavar="FILE", text=True),
+    Option("config", "settings file (YAML): options as keys and `stages`, or another system's; options in the line win", metavar="FILE", text=True),
+    Option("freeze_rb_layer", "what freeze_rb_layer in the stages of such a file means: patterns over parameter names", metavar="PATTERN", text=True),
     Option("as", "name that the run gets in the notebook", metavar="NAME", default="run", text=True),
     Option("background", "return at once; run.wait() or run.load() brings the weights", flag=True),
     Option("no_load", "leave the model as it is, like --load none", flag=True),

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 HOOKS = ("loss", "training_step", "validation_step", "optimizer", "scheduler", "collate_fn", "sampler", "metrics", "stages", "on_epoch_end")
 """Names that have a meaning in the body of a cell and as keywords of `nbddp.train`."""
 
-LATER_HOOKS = ("sampler", "metrics", "stages", "on_epoch_end")
-"""Hooks that are refused as not available yet."""
-
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -42,7 +39,7 @@ class Request:
     """One training run as asked for.
 
     `options` are names and values of TrainConfig (synonyms allowed), `requested` is the unix time at which the cell started, `cells` maps the file
-    names of the notebook's code to its cells, `main` is the notebook's `__main__` (None in a script).
+    names of the notebook's code to its cells, `main` is the notebook's `__main__` (None in a script). `notes` are lines that a settings file gave rise to.
     """
 
     model: Named
@@ -56,6 +53,7 @@ class Request:
     cell: Cell | None = None
     main: ModuleType | None = None
     cells: Mapping[str, CellSource] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 Bind = Callable[[object], None]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
 from nbddp.errors import CheckpointError, ConfigError, NbddpError, RunFailed, WorkerLost
 from nbddp.failure import Failure
+from nbddp.kernel.ancestry import Ancestry
 from nbddp.kernel.follow import Follower
 from nbddp.kernel.history import History
 from nbddp.kernel.table import CheckpointTable
@@ -40,6 +42,7 @@ class Run:
         id: name of the run directory.
         dir: the run directory.
         config: the options of the run.
+        parent: id of the run that this one goes on from; None where it began anew.
     """
 
     def __init__(self, run_dir: RunDir, *, supervised: Supervised | None = None, model: nn.Module | None = None, blocking: bool = False) -> None:
@@ -53,7 +56,8 @@ class Run:
         self._lock = threading.Lock()
         self.id, self.dir = run_dir.id, run_dir.path
         self.config = TrainConfig(**spec["config"])
-        self._history = History(run_dir.events)
+        self.parent: str | None = spec.get("parent")
+        self._joined: History | None = None
         self._holds: str | None = None
         self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive, niced=blocking)
         self._result: dict[str, Any] | None = None
@@ -114,12 +118,15 @@ class Run:
 
     @property
     def history(self) -> dict[str, np.ndarray]:
-        """One entry per optimizer step; times in seconds. A dict of arrays: step, epoch, stage, loss, lr, samples, phases, and the step's own scalars."""
+        """One entry per optimizer step, those of the runs that it goes on from first; times in seconds.
+
+        A dict of arrays: step, epoch, stage, loss, lr, samples, phases, and the step's own scalars.
+        """
         return self._history.steps
 
     @property
     def epochs(self) -> dict[str, np.ndarray]:
-        """One entry per epoch: epoch, step, stage, loss, duration_s, val_loss and whatever else the validation recorded."""
+        """One entry per epoch: epoch, step, stage, loss, duration_s, val_loss and whatever else was recorded of it."""
         return self._history.epochs
 
     @property
@@ -286,6 +293,17 @@ class Run:
     # -- inside
 
     @property
+    def _history(self) -> History:
+        """Made when it is asked for: the parents are looked for then."""
+        if self._joined is None:
+            ancestry = Ancestry.of(self._files, self._spec)
+            if ancestry.missing is not None:
+                said = f"the directory of run {ancestry.missing} is gone, and with it what came before: the history of run {self.id} begins later"
+                warnings.warn(said, stacklevel=3)
+            self._joined = History(self._files.events, [(parent.run.events, parent.until) for parent in ancestry.parents])
+        return self._joined
+
+    @property
     def files(self) -> RunDir:
         return self._files
 
@@ -320,7 +338,7 @@ class Run:
         except CheckpointError as error:
             self._holds = f"{name} is unchanged: {error}"
             return self._holds
-        monitor = self._spec["plan"]["monitor"]
+        monitor = self._spec["plan"]["stages"][self._follower.state.stage]["monitor"]
         self._holds = weights.holds_line(name, which, at, self._follower.state, monitor)
         return self._holds
 

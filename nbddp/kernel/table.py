@@ -18,14 +18,14 @@ from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
 from nbddp.kernel import markup
 from nbddp.kernel.record import duration_s, number, started
-from nbddp.kernel.text import bytes_text, clock_text, count_text, value_text
+from nbddp.kernel.text import bytes_text, clock_text, count_text, short_id, value_text
 from nbddp.rundir import RunDir, run_dirs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 TAIL_BYTES = 1 << 17
-NOT_TOLD = ("run_root", "name", "on_kernel_exit")
+NOT_TOLD = ("run_root", "name", "on_kernel_exit", "resume")
 """Options that say nothing about how a run differs from another."""
 
 Row = TypeVar("Row")
@@ -33,7 +33,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """One run of a table; `best` is name, value and epoch, `differs` the options that are not the default, `size` is in bytes."""
+    """One run of a table.
+
+    `parent` is the id of the run that it goes on from, `best` is name, value and epoch, `differs` the options that are not the default, `size` is in bytes.
+    """
 
     id: str
     state: str
@@ -46,6 +49,7 @@ class RunEntry:
     size: int
     note: str | None
     dir: Path
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,8 @@ class _Table(Sequence[Row], Generic[Row]):
 class RunTable(_Table[RunEntry]):
     """Runs, newest first."""
 
-    HEADER = ("run", "state", "started", "differs by", "note", "duration", "steps", "best", "loss", "size")
-    LEFT = 5
+    HEADER = ("run", "state", "started", "goes on from", "differs by", "note", "duration", "steps", "best", "loss", "size")
+    LEFT = 6
     EMPTY = "no runs here yet"
 
     @classmethod
@@ -124,6 +128,7 @@ class RunTable(_Table[RunEntry]):
             row.id,
             row.state,
             "" if row.started is None else time.strftime("%m-%d %H:%M", time.localtime(row.started)),
+            "" if row.parent is None else short_id(row.parent),
             ", ".join(f"{name}={_plain(value)}" for name, value in row.differs.items()),
             row.note or "",
             "" if row.duration_s is None else clock_text(row.duration_s),
@@ -136,7 +141,7 @@ class RunTable(_Table[RunEntry]):
     def _html_cells(self, row: RunEntry) -> tuple[str, ...]:
         cells = list(super()._html_cells(row))
         cells[1] = markup.badge(row.state)
-        for index in (3, 4):
+        for index in (4, 5):
             cells[index] = markup.div(cells[index], "white-space:normal;min-width:80px;max-width:260px;overflow-wrap:anywhere")
         return tuple(cells)
 
@@ -193,6 +198,7 @@ def read_entry(run: RunDir) -> RunEntry:
         size=_size(run),
         note=spec.get("note"),
         dir=run.path,
+        parent=spec.get("parent"),
     )
 
 

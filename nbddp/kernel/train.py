@@ -10,148 +10,32 @@ import os
 import platform
 import shutil
 import socket
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbddp.bundle import Bundler, DataRef, Interpreter
-from nbddp.config import TrainConfig
-from nbddp.data import split_size
-from nbddp.errors import BundleError, ConfigError
-from nbddp.kernel import inputs, weights
-from nbddp.kernel.hooks import check_hooks
+from nbddp.errors import BundleError
+from nbddp.kernel import weights
 from nbddp.kernel.interrupt import Interrupts
-from nbddp.kernel.machine import check_devices, this_machine, visible_devices
+from nbddp.kernel.machine import visible_devices
+from nbddp.kernel.prepare import Prepared, prepare
 from nbddp.kernel.request import Bind, Request
 from nbddp.kernel.run import Run
-from nbddp.kernel.runs import register, run_root, training
+from nbddp.kernel.runs import register
 from nbddp.kernel.text import bytes_text
 from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local
 from nbddp.launch.order import Order
-from nbddp.norm import keep_warning
-from nbddp.planning import Plan, make_plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir, data_lock, release_data
 from nbddp.version import __version__
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from nbddp.state import RunState
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that passed every check; nothing is written yet."""
-
-    request: Request
-    model: nn.Module
-    datasets: dict[str, tuple[str, Any]]
-    hooks: dict[str, object]
-    config: TrainConfig
-    plan: Plan
-    root: Path
-    init_path: Path | None
-    starts_from: str | None
-    matmul_precision: str
-    notes: tuple[str, ...]
-
-    def plan_line(self, data: str = "") -> str:
-        return self.plan.line(*([f"{self.request.model.name} {self.starts_from}"] if self.starts_from else []), *([data] if data else []))
-
-    @property
-    def remarks(self) -> list[str]:
-        """What was taken apart or assumed, then warnings: a line each."""
-        return [*self.notes, *(f"note: {warning}" for warning in self.plan.warnings)]
-
-
-def prepare(request: Request) -> Prepared:
-    """Check everything that can be checked before something is written.
-
-    Raises:
-        ConfigError: a wrong value, its rule and the remedy.
-        CheckpointError: where the run is to start from weights that do not fit.
-    """
-    _refuse_nested()
-    model, notes = inputs.take_model(request.model)
-    check_hooks(request.hooks, model)
-    train = inputs.take_data(request.data, training=True)
-    val = None if request.val is None else inputs.take_data(request.val, training=False)
-    config = _config(request, train, val)
-    notes += _said(request.data.name, train, config) + ([] if val is None or request.val is None else _said(request.val.name, val, config))
-    n_train, n_val = len(train.dataset), 0 if val is None else len(val.dataset)
-    if config.val_split is not None:
-        if val is not None:
-            message = f"val_split={config.val_split:g} and --val {request.val.name if request.val else ''}: validate on one of the two"
-            raise ConfigError(message)
-        if n_train < 2:
-            message = f"val_split={config.val_split:g}: {n_train} samples can't be split"
-            raise ConfigError(message)
-        n_val = split_size(n_train, config.val_split)
-        n_train -= n_val
-        notes.append(f"val_split {config.val_split:g}: {n_val} samples to validate on, {n_train} to train on")
-    if val is not None and n_val == 0:
-        message = f"{request.val.name if request.val else 'the validation data'} is empty: leave --val out, or give it samples"
-        raise ConfigError(message)
-    plan = make_plan(config, n_train=n_train, n_val=n_val, machine=this_machine(), has_optimizer=request.hooks.get("optimizer") is not None)
-    root = run_root(config.run_root)
-    notes += check_devices(plan, root)
-    if (warning := keep_warning(model, world_size=plan.nproc, per_rank=plan.micro_batch_size)) is not None:
-        notes.append(warning)
-    if request.hooks.get("scheduler") is not None and "scheduler_interval" not in config.given:
-        notes.append("the scheduler advances every step; --scheduler-interval epoch has it advance every epoch")
-    notes += [f"{request.model.name} is being trained by run {run.id} as well; the run that ends last lands in it" for run in training(model)]
-    precision = config.matmul_precision
-    if "matmul_precision" not in config.given:
-        precision = torch.get_float32_matmul_precision()  # type: ignore[assignment]
-    init_path, starts_from = weights.initial_weights(config.init, model, root)
-    hooks = {name: value for name, value in {**train.hooks, **({} if val is None else val.hooks), **request.hooks}.items() if value is not None}
-    if "val_collate_fn" in hooks and "collate_fn" in request.hooks:
-        del hooks["val_collate_fn"]
-    datasets = {"train": (request.data.name, train.dataset)}
-    if val is not None and request.val is not None:
-        datasets["val"] = (request.val.name, val.dataset)
-    return Prepared(request, model, datasets, hooks, config, plan, root, init_path, starts_from, precision, tuple(notes))
-
-
-def _refuse_nested() -> None:
-    in_kernel = "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
-    if not in_kernel and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        message = "RANK and WORLD_SIZE are set: working as a rank of torchrun is not available yet; call nbddp.train from a plain process"
-        raise ConfigError(message)
-
-
-def _config(request: Request, train: inputs.Data, val: inputs.Data | None) -> TrainConfig:
-    """The options as written, over those that DataLoaders brought."""
-    given = TrainConfig(**request.options)
-    brought = {**train.options, **({} if val is None else val.options)}
-    if given.batch_size is not None or given.per_rank_batch_size is not None:
-        brought.pop("batch_size", None)
-    config = TrainConfig(**{**brought, **{name: getattr(given, name) for name in given.given}})
-    if request.hooks.get("optimizer") is not None:
-        clash = [name for name in ("optimizer", "lr", "weight_decay", "momentum", "fused") if name in given.given]
-        if clash:
-            message = f"{', '.join(clash)} beside the hook optimizer, which sets all of it: keep one of the two"
-            raise ConfigError(message)
-    if request.hooks.get("scheduler") is None and "scheduler_interval" in given.given:
-        message = f"scheduler_interval={config.scheduler_interval} without the hook scheduler: there is nothing to advance"
-        raise ConfigError(message)
-    return config
-
-
-def _said(name: str, data: inputs.Data, config: TrainConfig) -> list[str]:
-    """What was taken out of a DataLoader, a line."""
-    lines = list(data.notes)
-    taken = [f"{option} {value}" for option, value in data.options.items() if getattr(config, option) == value]
-    taken += [hook.removeprefix("val_") for hook in data.hooks]
-    if taken:
-        lines.append(f"{name}: taken from the DataLoader: dataset, {', '.join(taken)}")
-    return lines
 
 
 def dry_run(request: Request) -> None:
@@ -289,6 +173,7 @@ def _spec(prepared: Prepared, run_dir: RunDir) -> dict[str, Any]:
         "cell": None if request.cell is None else {"number": request.cell.number, "source": request.cell.source},
         "data": [],
         "parent": None,
+        **({} if prepared.resumed is None else prepared.resumed.to_spec()),
         "versions": {"nbddp": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "background": request.background,
         "interpreter": Interpreter.capture().to_json(),

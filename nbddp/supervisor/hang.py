@@ -13,6 +13,8 @@ START_FACTOR = 5
 """Until the first step, loading data and choosing algorithms may take this many times longer."""
 GAP_FACTOR = 10
 """A run whose steps, validations or checkpoints take long has not hung until it stood still for this many times the longest of them."""
+COMPILE_LATE_S = 60.0
+"""A rank that has not ended itself this long after its time for compiling is stuck."""
 WAITING_PHASES = ("sync", "backward")
 """Phases in which a rank waits for the others."""
 _LONGEST_TICK_S = 1.0
@@ -20,10 +22,14 @@ _SILENT_S = 5.0
 
 
 class HangWatch:
-    """Adds up the time without progress. Time in which the supervisor itself did not run, on a suspended machine or under SIGSTOP, does not count."""
+    """Adds up the time without progress. Time in which the supervisor itself did not run, on a suspended machine or under SIGSTOP, does not count.
 
-    def __init__(self, hang_after_s: float, now: float) -> None:
-        self._hang_after_s = hang_after_s
+    A rank that compiles has `compile_timeout_s`, after which it ends itself; only where it can't, inside of a compiler, does it count as hung.
+    """
+
+    def __init__(self, hang_after_s: float, now: float, *, compile_timeout_s: float = 0.0) -> None:
+        self._hang_after_s, self._compile_s = hang_after_s, compile_timeout_s + COMPILE_LATE_S
+        self._compiled = False
         self._last = now
         self._quiet_s = 0.0
         self._longest_s = 0.0
@@ -33,17 +39,18 @@ class HangWatch:
     def quiet_s(self) -> float:
         return self._quiet_s
 
-    def tick(self, now: float, *, moved: bool, first_step: bool) -> bool:
-        """Advance to `now` (monotonic seconds); return whether the run has hung."""
+    def tick(self, now: float, *, moved: bool, first_step: bool, compiling: bool = False) -> bool:
+        """Advance to `now` (monotonic seconds); return whether the run has hung. `compiling` says that at least one rank does so."""
         self._quiet_s += min(now - self._last, _LONGEST_TICK_S)
         self._last = now
+        self._compiled = self._compiled or compiling
         if moved:
-            if self._stepping:
+            if self._stepping and not self._compiled:
                 self._longest_s = max(self._longest_s, self._quiet_s)
-            self._quiet_s = 0.0
+            self._quiet_s, self._compiled = 0.0, compiling
         self._stepping = first_step
         limit = max(self._hang_after_s, GAP_FACTOR * self._longest_s) if first_step else START_FACTOR * self._hang_after_s
-        return self._quiet_s > limit
+        return self._quiet_s > (max(limit, self._compile_s) if compiling else limit)
 
 
 def culprit(ranks: Mapping[int, RankProgress]) -> RankProgress | None:

@@ -11,8 +11,9 @@ from torch import nn
 
 from nbddp.config import TrainConfig
 from nbddp.events import EventWriter
-from nbddp.planning import Plan
+from nbddp.planning import Plan, StagePlan
 from nbddp.rundir import RunDir
+from nbddp.stage import Stage
 from nbddp.worker.errors import StepError
 from nbddp.worker.group import Ranks
 from nbddp.worker.position import Position
@@ -33,6 +34,10 @@ class Hooks:
     collate_fn: Callable[[list[Any]], Any] | None
     val_collate_fn: Callable[[list[Any]], Any] | None
     worker_init_fn: Callable[[int], None] | None
+    metrics: dict[str, Any]
+    sampler: Any
+    stages: tuple[Stage, ...]
+    on_epoch_end: Callable[[Any], Any] | None
 
     @classmethod
     def of(cls, hooks: dict[str, Any]) -> Hooks:
@@ -51,6 +56,10 @@ class Hooks:
             collate_fn=hooks.get("collate_fn"),
             val_collate_fn=hooks.get("val_collate_fn", hooks.get("collate_fn")),
             worker_init_fn=hooks.get("worker_init_fn"),
+            metrics=hooks.get("metrics") or {},
+            sampler=hooks.get("sampler"),
+            stages=tuple(hooks.get("stages") or ()),
+            on_epoch_end=hooks.get("on_epoch_end"),
         )
 
     def prepare_loss(self, model: nn.Module, device: torch.device) -> None:
@@ -69,6 +78,19 @@ class Hooks:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStage:
+    """A stage as a rank takes it: the options that hold in it, its plan, and the hooks that make its optimizer and scheduler."""
+
+    index: int
+    name: str
+    config: TrainConfig
+    plan: StagePlan
+    spec: Stage | None
+    optimizer: Callable[[nn.Module], Any] | None
+    scheduler: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """One rank's view of the run."""
 
@@ -83,6 +105,24 @@ class Context:
     model: nn.Module
     train_data: Any
     val_data: Any | None
+
+    @property
+    def matmul_precision(self) -> str:
+        """That of the run: as asked for, else the kernel's own."""
+        return str(self.spec.get("matmul_precision", "highest"))
+
+    @property
+    def stages(self) -> list[RankStage]:
+        """The stages of the run, in order; one where the user gave none."""
+        specs: tuple[Stage | None, ...] = self.hooks.stages or (None,)
+        return [self._stage(spec, plan) for spec, plan in zip(specs, self.plan.stages, strict=True)]
+
+    def _stage(self, spec: Stage | None, plan: StagePlan) -> RankStage:
+        optimizer, scheduler = self.hooks.optimizer, self.hooks.scheduler
+        if spec is not None:
+            optimizer = spec.optimizer or (None if "optimizer" in spec.options else optimizer)
+            scheduler = spec.scheduler or (None if "schedule" in spec.options else scheduler)
+        return RankStage(plan.index, plan.name, self.config if spec is None else spec.config(self.config), plan, spec, optimizer, scheduler)
 
     def message(self, text: str, *, level: str = "info") -> None:
         """Tell the user something, from rank 0."""

@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbddp.worker.errors import ReplicasDiffer
-
 if TYPE_CHECKING:
     from nbddp.planning import Plan
 
 T = TypeVar("T")
 _BUCKET_BYTES = 64 << 20
-_DIGEST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,41 +53,21 @@ class Ranks:
         dist.all_gather_object(gathered, value, group=self.telemetry)
         return gathered
 
-    def compare_replicas(self, model: nn.Module) -> None:
-        """Compare a digest of every parameter over the ranks.
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a tensor's elements to rank 0, which has to `receive` them; blocks. For tensors that `gather_objects` would copy too often."""
+        if tensor.numel():
+            dist.send(_bytes(tensor.detach().to("cpu").contiguous()), dst=0, group=self.telemetry)
 
-        Raises:
-            ReplicasDiffer: names the first parameters that are not the same bits on all ranks.
-        """
-        if self.world_size == 1:
-            return
-        named = [(name, parameter.detach()) for name, parameter in model.named_parameters() if parameter.numel()]
-        if not named:
-            return
-        mine = torch.stack([_digest(parameter) for _, parameter in named]).cpu()
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self.telemetry)
-        for rank, other in enumerate(everyone):
-            differing = (other != everyone[0]).any(dim=1).nonzero().flatten().tolist()
-            if differing:
-                names = ", ".join(named[index][0] for index in differing[:4])
-                raise ReplicasDiffer(rank, names, len(differing))
+    def receive(self, buffer: torch.Tensor, source: int) -> torch.Tensor:
+        """On rank 0: write what another rank sends into a contiguous tensor on the CPU, and return that."""
+        if buffer.numel():
+            dist.recv(_bytes(buffer), src=source, group=self.telemetry)
+        return buffer
 
 
-def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    """Two int64 sums over the bits, the second weighted by position: exact, so independent of the order of summing."""
-    flat = parameter.contiguous().view(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()  # or its bytes could not be read as words
-    raw = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
-    whole = raw.numel() // 8 * 8
-    digest = torch.zeros(2, dtype=torch.int64, device=parameter.device)
-    for number, part in enumerate(raw[:whole].split(_DIGEST_BYTES)):  # in parts, so as not to need the parameter's size again
-        words = part.view(torch.int64)
-        place = torch.arange(1, words.numel() + 1, device=words.device)
-        digest += torch.stack([words.sum(), (place * words).sum() * (2 * number + 1)])
-    tail = raw[whole:].to(torch.int64)
-    return digest + torch.stack([tail.sum(), (tail * torch.arange(1, tail.numel() + 1, device=tail.device)).sum()])
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.view(-1)
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
 def join_group(plan: Plan, timeout_s: float) -> Ranks:

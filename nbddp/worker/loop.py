@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbddp import checkpoint
-from nbddp.data import Batches, LoaderOptions, Part, Shares, make_fetch, split_indices
+from nbddp.data import Batches, LoaderOptions, Part, make_fetch, split_indices
+from nbddp.sampler import GlobalSampler
 from nbddp.worker import rng
+from nbddp.worker.active import ActiveStage
+from nbddp.worker.compiling import Compiler
+from nbddp.worker.epoch_end import EpochEnd
 from nbddp.worker.errors import StepError
-from nbddp.worker.optim import Scheduler, make_optimizer
-from nbddp.worker.progress import Best, Progress
+from nbddp.worker.freeze import Freezer
+from nbddp.worker.progress import Monitor, Progress
 from nbddp.worker.report import Reporter
+from nbddp.worker.resume import Resumed
 from nbddp.worker.saver import Every, Saver
-from nbddp.worker.step import StepModule
 from nbddp.worker.telemetry import SAVE_DUE, SAVE_OK, STOP_ASKED, STOP_TIME, StepRecord, Telemetry
-from nbddp.worker.update import Updater
 from nbddp.worker.validate import Validation
-from nbddp.worker.wrap import Replica
 
 if TYPE_CHECKING:
-    from nbddp.config import TrainConfig
-    from nbddp.worker.context import Context
+    from collections.abc import Iterable
+
+    from nbddp.data import Epoch, Shares
+    from nbddp.worker.context import Context, RankStage
 
 WARMUP_STEPS = 3
 """First steps of a stage, kept out of throughput, ETA and advice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One entry of the list that the loop runs over, with the options that hold in it."""
-
-    index: int
-    config: TrainConfig
 
 
 def train(context: Context) -> Progress:
@@ -49,18 +43,20 @@ class Training:
 
     def __init__(self, context: Context) -> None:
         config, plan, ranks = context.config, context.plan, context.ranks
-        self._context, self._progress, self._best = context, Progress(), Best.of(config)
+        self._context, self._progress, self._monitor = context, Progress(), Monitor()
         self._began = time.monotonic()
-        samples = plan.n_train - plan.dropped
-        self._reporter = Reporter(context.events, rank=ranks.rank, world_size=ranks.world_size, samples_per_epoch=samples, on_nan=config.on_nan)
+        self._reporter = Reporter(context.events, rank=ranks.rank, world_size=ranks.world_size)
         self._telemetry = Telemetry(ranks, decide=self._decide, apply=self._reporter)
         self._saver = Saver(context)
-        self._val_every = Every.parse(config.val_every)
-        self._validated_at = self._monitored_at = -1
+        self._compiler = Compiler(context)
+        self._epoch_end = None if context.hooks.on_epoch_end is None else EpochEnd(context.hooks.on_epoch_end, ranks)
+        self._validated_at = -1
         self._saved_as: tuple[int, ...] | None = None
         self._due = self._old_enough = self._done = False
         self._values: dict[str, float] = {}
-        self._fresh: float | None = None
+        self._val_names: list[str] | None = [] if context.val_data is None and config.val_split is None else ["val_loss"]
+        self._lr = math.nan
+        self._open = False
         train_data, val_data = context.train_data, context.val_data
         if config.val_split is not None:
             train_indices, val_indices = split_indices(len(train_data), config.val_split, config.seed)
@@ -72,20 +68,24 @@ class Training:
             pin_memory=ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory and torch.cuda.is_available(),
             worker_init_fn=context.hooks.worker_init_fn,
         )
+        sampler = context.hooks.sampler
+        self._sampler = None if sampler is None else GlobalSampler(sampler, train_data, seed=config.seed)
         self._batches = Batches(make_fetch(train_data, context.hooks.collate_fn), options, ranks.device)
         self._validation = Validation(context, val_data, options) if val_data is not None and plan.n_val else None
 
     def run(self) -> Progress:
         context, progress = self._context, self._progress
         context.model.to(context.ranks.device)
-        if not context.model.training:
-            context.model.train()
+        self._freezer = Freezer(context.model)
         rng.seed_rank(context.config.seed, context.ranks.rank)
         self._saver.write_initial()
+        resumed = Resumed.of(context)
         try:
-            for stage in (Stage(0, context.config),):
-                self._enter(stage)
-                self._epochs(stage)
+            context.hooks.prepare_loss(context.model, context.ranks.device)
+            for stage in context.stages:
+                if resumed is None or stage.index >= resumed.stage:
+                    self._enter(stage, resumed if resumed is not None and stage.index == resumed.stage else None)
+                    self._epochs()
                 if progress.reason is not None:
                     break
             self._end()
@@ -99,94 +99,142 @@ class Training:
         self._saver.close()
         return progress
 
-    def _enter(self, stage: Stage) -> None:
-        """Everything that a stage has of its own: replica, optimizer, scheduler, sampler."""
-        context, hooks, ranks, plan = self._context, self._context.hooks, self._context.ranks, self._context.plan
-        self._progress.stage = stage.index
-        hooks.prepare_loss(context.model, ranks.device)
-        replica = Replica(StepModule(context.model, hooks.training_step, hooks.training_name), stage.config, ranks)
-        self._optimizer = make_optimizer(context.model, stage.config, hooks.optimizer)
-        self._scheduler = Scheduler(self._optimizer, stage.config, hooks.scheduler)
-        self._updater = Updater(context, replica, self._optimizer)
-        self._shares = Shares(
-            n=plan.n_train,
-            batch_size=plan.batch_size,
-            world_size=ranks.world_size,
-            rank=ranks.rank,
-            accumulate=stage.config.accumulate,
-            drop_last=stage.config.drop_last,
-            shuffle=stage.config.shuffle,
-            seed=stage.config.seed,
-            stage=stage.index,
-        )
-        self._warmup_until = self._progress.step + WARMUP_STEPS
+    # -- stages
+
+    def _enter(self, stage: RankStage, resumed: Resumed | None) -> None:
+        """Everything that a stage has of its own; where the run goes on within it, as its checkpoint says."""
+        progress = self._progress
+        progress.enter_stage(stage.index)
+        self._monitor.enter(stage)
+        self._stage = ActiveStage(self._context, stage, self._freezer, self._compiler, self._sampler, self._first_batch)
+        self._val_every = Every.parse(stage.config.val_every)
+        self._reporter.begin_stage(samples_per_epoch=self._context.plan.n_train - stage.plan.dropped, on_nan=stage.config.on_nan)
+        if self._validation is not None and self._needs_names(stage):
+            self._val_names = self._validation.probe(self._stage.updater.precision)
+        if resumed is not None:
+            self._began -= resumed.elapsed_s
+            resumed.restore(self._stage, progress, self._monitor, self._reporter)
+            self._values = resumed.values
+            if resumed.best is not None and self._monitor.best.value is not None:
+                self._saver.adopt_best(resumed.best)
+        if self._context.ranks.rank == 0:
+            facts = {"epochs": stage.plan.epochs, "batch_size": stage.plan.batch_size, "lr": stage.plan.lr, "precision": self._stage.updater.precision}
+            self._context.events.emit("stage", stage=stage.index, name=stage.name, step=progress.step, trainable=self._stage.trainable, **facts)
+        self._warmup_until = progress.step + WARMUP_STEPS
         self._phase("training")
 
-    def _epochs(self, stage: Stage) -> None:
-        progress = self._progress
-        while not self._over() and progress.epochs_done != self._context.plan.epochs:
-            progress.epoch, progress.epoch_step = progress.epochs_done + 1, 0
-            self._epoch(stage)
+    def _needs_names(self, stage: RankStage) -> bool:
+        """Whether it matters before the first validation what it will record."""
+        return bool(self._context.hooks.metrics) or stage.plan.monitor not in ("loss", "val_loss")
+
+    def _first_batch(self, shares: Shares) -> Any:
+        """A micro-batch as steps will get it, for the compiler; the random streams are left as they were."""
+        with rng.preserved(self._context.ranks.device):
+            batches = self._batches.epoch(shares.epoch(1))
+            batch, _ = next(batches)
+            batches.close()
+        return batch
 
     def _over(self) -> bool:
+        """Whether the run ends here, and not just the stage."""
         limit = self._context.plan.max_steps
         return self._progress.reason is not None or (limit is not None and self._progress.step >= limit)
 
-    def _epoch(self, stage: Stage) -> None:
+    def _stage_over(self) -> bool:
+        progress, limit = self._progress, self._stage.stage.plan.max_steps
+        return self._over() or self._monitor.exhausted or (limit is not None and progress.stage_step >= limit)
+
+    def _is_last(self) -> bool:
+        return self._stage.stage.index == len(self._context.plan.stages) - 1
+
+    # -- epochs
+
+    def _epochs(self) -> None:
+        progress = self._progress
+        while not self._stage_over() and progress.stage_epochs_done != self._stage.stage.plan.epochs:
+            if not progress.within_epoch:
+                progress.begin_epoch()
+                self._reporter.begin_epoch()
+            self._epoch()
+
+    def _epoch(self) -> None:
         progress, position = self._progress, self._context.position
         position.epoch, began = progress.epoch, time.monotonic()
-        self._reporter.begin_epoch()
-        batches = self._batches.epoch(self._shares.epoch(progress.epoch))
-        aggregation_s = 0.0
-        while True:
-            updated = self._updater.step(batches)
-            progress.step += 1
-            progress.epoch_step += 1
-            position.step, position.phase = progress.step, "training"
-            if progress.step == 1:
-                self._first_step()
-            record = StepRecord(
-                step=progress.step,
-                epoch=progress.epoch,
-                stage=stage.index,
-                lr=float(self._optimizer.param_groups[0].get("lr", math.nan)),
-                samples=updated.samples,
-                warmup=progress.step <= self._warmup_until,
-                applied=updated.applied,
-                sums=updated.sums,
-                times=updated.times,
-                aggregation_s=aggregation_s,
-            )
-            if updated.applied:
-                self._scheduler.after_step()
-            elif stage.config.on_nan == "stop":
-                self._stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
-            before = time.perf_counter()
-            self._telemetry.tick(record)
-            aggregation_s = time.perf_counter() - before
-            self._heed()
-            if self._over() or progress.epoch_step == self._shares.steps:
-                break
-            self._between()
-            if self._over():
-                break
+        self._epoch_steps = progress.epoch_step + self._stage.shares.steps_left(progress.epoch_samples)
+        batches = self._batches.epoch(self._stage.shares.epoch(progress.epoch, start=progress.epoch_samples))
+        self._aggregation_s = 0.0
+        while not self._epoch_over():
+            self._step(batches)
+            if not self._epoch_over():
+                self._between()
         batches.close()
         self._after_epoch(time.monotonic() - began)
 
+    def _epoch_over(self) -> bool:
+        return self._progress.epoch_step >= self._epoch_steps or self._stage_over()
+
+    def _step(self, batches: Epoch) -> None:
+        progress, position, stage = self._progress, self._context.position, self._stage
+        updated = stage.updater.step(batches)
+        progress.took_step(updated.samples)
+        position.step, position.phase = progress.step, "training"
+        if progress.stage_step == 1 or not self._open:
+            self._first_step()
+        self._lr = float(stage.optimizer.param_groups[0].get("lr", math.nan))
+        record = StepRecord(
+            step=progress.step,
+            epoch=progress.epoch,
+            stage=progress.stage,
+            lr=self._lr,
+            samples=updated.samples,
+            warmup=progress.step <= self._warmup_until,
+            applied=updated.applied,
+            overflow=updated.overflow,
+            sums=updated.sums,
+            times=updated.times,
+            aggregation_s=self._aggregation_s,
+        )
+        if updated.applied:
+            stage.scheduler.after_step()
+        if updated.stop:
+            self._stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
+        before = time.perf_counter()
+        self._telemetry.tick(record)
+        self._aggregation_s = time.perf_counter() - before
+        self._heed()
+
     def _first_step(self) -> None:
-        """Names are known now; the kernel learns that training works."""
-        names = self._updater.signature.names or ()
-        self._reporter.names = names
-        self._telemetry.open(len(names))
-        if self._context.ranks.rank == 0:
-            self._context.events.emit("phase", phase="training", first_step=True)
-            for name, state in self._optimizer_state().items():  # now rather than at the first checkpoint
-                checkpoint.check_plain(state, name)
+        """Of the process, or of a stage: names are known now; the kernel learns that training works."""
+        names = self._stage.updater.signature.names or ()
+        if not self._open:
+            self._open = True
+            self._reporter.names = names
+            self._telemetry.open(len(names))
+            if self._context.ranks.rank == 0:
+                self._context.events.emit("phase", phase="training", first_step=True)
+        elif names != self._reporter.names:
+            before, now = (", ".join(some) or "none" for some in (self._reporter.names, names))
+            message = f"the scalars of the step are {now} in stage {self._stage.stage.name}, and were {before}: it returns the same names in all stages"
+            raise StepError(message)
+        self._saver.prepare(self._stage.state())  # what can't be saved is known now, rather than at the first checkpoint
+        if self._epoch_end is None:  # what that reports is known after the first epoch
+            self._check_monitor([])
+
+    def _check_monitor(self, reported: Iterable[str]) -> None:
+        """Whether anything records the monitored value.
+
+        Raises:
+            StepError: lists what is recorded.
+        """
+        recorded = ["loss", *self._reporter.names, *(self._val_names or ()), *reported]
+        if self._monitor.name not in recorded and self._val_names is not None:  # None: the first validation will tell
+            message = f"monitor={self._monitor.name} is not recorded; recorded are {', '.join(recorded)}"
+            raise StepError(message)
 
     def _between(self) -> None:
         """What is due by the number of steps, within an epoch."""
         step = self._progress.step
-        better = self._val_every.at_step(step) and self._validate()
+        better = self._val_every.at_step(step) and self._validate(counts=True)
         self._heed()
         due = self._due or self._saver.at_step(step)
         if better or due:
@@ -215,34 +263,78 @@ class Training:
 
     def _after_epoch(self, duration_s: float) -> None:
         """The end of an epoch, or of the part of one that a run ends with. A stop leaves the epoch open: its validation and checkpoint are still to come."""
-        progress, whole = self._progress, self._progress.epoch_step == self._shares.steps
+        progress, whole = self._progress, self._progress.epoch_step >= self._epoch_steps
         self._telemetry.flush()
         self._reporter.finish_log()
         means = self._reporter.means
         if self._context.ranks.rank == 0:
-            self._context.events.emit("epoch", loss=means.loss, duration_s=duration_s, samples=means.samples, whole=whole, **self._at())
+            self._context.events.emit("epoch", loss=means.loss, values=means.scalars, duration_s=duration_s, samples=means.samples, whole=whole, **self._at())
         self._heed()
         if progress.stopped:
             return
-        ends = self._over() or progress.epochs_done + whole == self._context.plan.epochs
-        wanted = ends or self._val_every.at_step(progress.step) or (whole and self._val_every.at_epoch(progress.epoch))
-        better = wanted and self._validate()
+        regular = self._val_every.at_step(progress.step) or (whole and self._val_every.at_epoch(progress.epoch))
+        wanted = regular or self._ends(whole=whole)
+        better = wanted and self._validate(counts=regular)
         complete = not wanted or self._validation is None or self._validated_at == progress.step
-        self._done = ends and complete
+        self._done = complete and self._ends(whole=whole) and (self._over() or self._is_last())
         self._heed()
         if not complete:
             return
-        if self._context.plan.monitor == "loss":
-            better = self._monitor({"loss": means.loss})
+        if whole or self._ends(whole=whole):
+            better = self._judge_epoch(whole=whole) or better
         if whole:
-            progress.epochs_done += 1
-            self._scheduler.after_epoch(self._fresh)
-            self._fresh = None
-        due = self._due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._old_enough))
-        if better or due:
-            self._save(best=better, last=due or ends)
+            progress.finish_epoch()
+            self._stage.scheduler.after_epoch(self._monitor.take_fresh())
+        self._finish_epoch(whole=whole, better=better)
 
-    def _validate(self) -> bool:
+    def _finish_epoch(self, *, whole: bool, better: bool) -> None:
+        """The checkpoint that is due after an epoch, or after the last step of a stage."""
+        progress = self._progress
+        ends = self._stage_over() or progress.stage_epochs_done == self._stage.stage.plan.epochs
+        if self._monitor.exhausted:
+            self._context.message(f"stage {self._stage.stage.name} ends: {self._monitor.why}" if not self._is_last() else f"the run ends: {self._monitor.why}")
+            if self._is_last() and progress.reason is None:
+                progress.reason = "patience"
+        due = self._due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._old_enough))
+        several = len(self._context.plan.stages) > 1 and ends and not self._over()
+        if better or due or ends:
+            self._save(best=better, last=due or ends, names=(f"stage-{progress.stage}",) if several else ())
+
+    def _ends(self, *, whole: bool) -> bool:
+        """Whether the stage ends with this epoch."""
+        return self._stage_over() or self._progress.stage_epochs_done + whole == self._stage.stage.plan.epochs
+
+    def _judge_epoch(self, *, whole: bool) -> bool:
+        """The hook of the epoch's end, and the monitored value where a validation does not know it; return whether it is the best."""
+        recorded = {"loss": self._reporter.means.loss, **self._reporter.means.scalars}
+        if whole and self._epoch_end is not None:
+            reported = self._report_epoch()
+            recorded.update(reported)
+            self._check_monitor(reported)
+        name = self._monitor.name
+        return name in recorded and self._monitor.judge(recorded[name], self._progress, counts=whole)
+
+    def _report_epoch(self) -> dict[str, float]:
+        """Call on_epoch_end; return what it reported, on every rank."""
+        assert self._epoch_end is not None
+        progress = self._progress
+        reported = self._epoch_end.call(
+            **self._at(),
+            stage_name=self._stage.stage.name,
+            loss=self._reporter.means.loss,
+            values=self._values if self._validated_at == progress.step else {},
+            lr=self._lr,
+            model=self._context.model,
+            optimizer=self._stage.optimizer,
+            taken=frozenset(self._reporter.names),
+        )
+        if reported and self._context.ranks.rank == 0:
+            self._context.events.emit("reported", values=reported, **self._at())
+        return reported
+
+    # -- validation and checkpoints
+
+    def _validate(self, *, counts: bool) -> bool:
         """Validate unless these weights were validated already; return whether they are the best so far, which those of a validation left early are not."""
         progress = self._progress
         if self._validation is None or self._validated_at == progress.step:
@@ -250,69 +342,70 @@ class Training:
         self._telemetry.flush()
         self._phase("validation")
         began = time.monotonic()
-        values = self._validation.run(progress.epoch, self._tick_in_validation)
+        with rng.preserved(self._context.ranks.device):  # a run that goes on draws the same numbers wherever it was validated
+            values = self._validation.run(progress.epoch, self._tick_in_validation, self._stage.updater.precision)
         self._phase("training")
         if values is None:
             return False
-        self._values, self._validated_at = values, progress.step
+        self._values, self._validated_at, self._val_names = values, progress.step, list(values)
         if self._context.ranks.rank == 0:
             self._context.events.emit("validation", values=values, duration_s=time.monotonic() - began, **self._at())
             shown = "   ".join(f"{name}: {value:.4f}" for name, value in values.items())
             print(f"Validation Epoch: {progress.epoch}   {shown}", flush=True)  # noqa: T201 - rank 0's log
-        return self._context.plan.monitor != "loss" and self._monitor(values)
+        if self._epoch_end is None:
+            self._check_monitor([])
+        name = self._monitor.name
+        return name in values and self._monitor.judge(values[name], progress, counts=counts)
 
     def _tick_in_validation(self) -> bool:
         """Count a batch; return whether all ranks leave the validation here."""
         self._telemetry.tick()
         return bool(self._telemetry.flags & STOP_ASKED)
 
-    def _monitor(self, values: dict[str, float]) -> bool:
-        """Compare the monitored value with the best before.
-
-        Raises:
-            StepError: where nothing of that name is recorded.
-        """
-        name = self._context.plan.monitor
-        if name not in values:
-            message = f"monitor={name} is not recorded; recorded are {', '.join(dict.fromkeys([*values, 'loss']))}"
-            raise StepError(message)
-        self._monitored_at, self._fresh = self._progress.step, values[name]
-        return self._best.update(values[name], self._progress)
-
-    def _save(self, *, best: bool, last: bool) -> None:
+    def _save(self, *, best: bool, last: bool, names: tuple[str, ...] = ()) -> None:
         """A checkpoint of this very step: what was measured so far is applied first."""
         self._telemetry.flush()
         self._heed()
         self._phase("checkpoint")
-        value = self._best.last if self._monitored_at == self._progress.step else None
-        self._saver.save(self._state(), value=value, best=best, last=last)
+        value = self._monitor.last if self._monitor.judged_at == self._progress.step else None
+        self._saver.save(self._state(), value=value, best=best, last=last, names=names, own=self._stage.own_state())
         if last:
             self._saved_as, self._due, self._old_enough = self._now(), False, False
         self._phase("training")
 
     def _now(self) -> tuple[int, ...]:
         """What tells two states of the run apart."""
-        return self._progress.step, self._progress.epochs_done, self._validated_at, self._monitored_at
+        return self._progress.step, self._progress.epochs_done, self._validated_at, self._monitor.judged_at
 
     def _at(self) -> dict[str, int]:
         return {"epoch": self._progress.epoch, "step": self._progress.step, "stage": self._progress.stage}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state()}
-
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the weights, the random states and the versions."""
-        progress, config, means = self._progress, self._context.config, self._reporter.means
+        progress = self._progress
         return {
-            **self._optimizer_state(),
+            **self._stage.state(),
             **self._at(),
+            "stage_name": self._stage.stage.name,
+            "stage_step": progress.stage_step,
+            "stage_epochs_done": progress.stage_epochs_done,
             "epochs_done": progress.epochs_done,
-            "sampler": {"seed": config.seed, "stage": progress.stage, "epoch": progress.epoch, "step": progress.epoch_step},
-            "epoch_sums": {"loss": means.loss_sum, "weight": means.weight, "samples": means.samples, "steps": means.steps, "times": means.times.tolist()},
+            "sampler": {
+                "seed": self._context.config.seed,
+                "stage": progress.stage,
+                "epoch": progress.epoch,
+                "step": progress.epoch_step,
+                "samples": progress.epoch_samples,
+                "n": self._context.plan.n_train,
+                "shuffle": self._stage.stage.config.shuffle,
+                "sampler": self._context.hooks.sampler is not None,
+            },
+            "epoch_sums": self._reporter.means.state(),
             "values": dict(self._values),
             "metrics": {},
-            "early_stop": {},
-            "best": self._best.state(),
+            "early_stop": self._monitor.state(),
+            "best": self._monitor.best.state(),
+            "elapsed_s": time.monotonic() - self._began,
         }
 
     def _end(self) -> None:

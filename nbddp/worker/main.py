@@ -34,6 +34,7 @@ from nbddp.worker.group import Ranks, join_group, leave_group
 from nbddp.worker.loop import train
 from nbddp.worker.output import redirect
 from nbddp.worker.position import Heartbeat, Position
+from nbddp.worker.trackers import Trackers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +54,7 @@ def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
     position = Position()
     cells: dict[str, bundle.CellSource] = {}
     try:
-        _work(run, rank, events, position, cells)
+        _work(run, rank, attempt, events, position, cells)
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: whatever ends it is written down, SystemExit included
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a loader worker ends, and would do so in here
         _leave(failure_record(error, cells, position.phase), events)
@@ -85,7 +86,7 @@ def _install_environment(environment: Mapping[str, str]) -> None:
     time.tzset()
 
 
-def _work(run: RunDir, rank: int, events: EventWriter, position: Position, cells: dict[str, bundle.CellSource]) -> None:
+def _work(run: RunDir, rank: int, attempt: int, events: EventWriter, position: Position, cells: dict[str, bundle.CellSource]) -> None:
     spec = run.read_spec()
     assert spec is not None, "spec.json is written before the launch"
     plan, config = Plan.from_json(spec["plan"]), TrainConfig(**spec["config"])
@@ -113,7 +114,10 @@ def _work(run: RunDir, rank: int, events: EventWriter, position: Position, cells
     ranks = join_group(plan, config.process_group_timeout_s)
     try:
         context = _context(run, spec, config, plan, ranks, events, position, loaded)
+        trackers = Trackers(run, config, events, attempt) if rank == 0 else None
         progress = train(context)
+        if trackers is not None:
+            trackers.finish(position, stopped=progress.stopped, reason=progress.reason)
         events.emit(
             "finished",
             step=progress.step,
@@ -170,5 +174,5 @@ def _context(
         val_data=loaded.datasets.get("val"),
     )
     if ranks.rank == 0:
-        events.emit("plan", **spec["plan"], line=spec["plan_line"], total_steps=plan.total_steps)
+        events.emit("plan", **spec["plan"], line=spec["plan_line"], total_steps=plan.total_steps, epochs=plan.epochs)
     return context

@@ -23,6 +23,7 @@ class EpochMeans:
 
     def __init__(self) -> None:
         self.loss_sum = self.weight = 0.0
+        self.scalar_sums: dict[str, float] = {}
         self.times = np.zeros(3)
         self.steps = self.samples = 0
 
@@ -31,19 +32,41 @@ class EpochMeans:
         """Mean over the samples of the epoch so far."""
         return self.loss_sum / self.weight if self.weight else float("nan")
 
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Means of the step's own scalars over the same samples."""
+        return {name: value / self.weight if self.weight else float("nan") for name, value in self.scalar_sums.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint in the middle of an epoch holds."""
+        sums = {"loss": self.loss_sum, "weight": self.weight, "scalars": dict(self.scalar_sums)}
+        return {**sums, "samples": self.samples, "steps": self.steps, "times": self.times.tolist()}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> EpochMeans:
+        """The means that a checkpoint holds."""
+        means = cls()
+        means.loss_sum, means.weight = float(state["loss"]), float(state["weight"])
+        means.scalar_sums = {str(name): float(value) for name, value in state["scalars"].items()}
+        means.samples, means.steps, means.times = int(state["samples"]), int(state["steps"]), np.array(state["times"], dtype=np.float64)
+        return means
+
 
 class Reporter:
     """Takes what was gathered on every rank; rank 0 also writes it down."""
 
-    def __init__(self, events: EventWriter, *, rank: int, world_size: int, samples_per_epoch: int, on_nan: str) -> None:
+    def __init__(self, events: EventWriter, *, rank: int, world_size: int) -> None:
         self._events, self._rank, self._world_size = events, rank, world_size
-        self._samples_per_epoch, self._on_nan = samples_per_epoch, on_nan
+        self._samples_per_epoch, self._on_nan = 0, "warn"
         self.names: tuple[str, ...] = ()
         self.means = EpochMeans()
         self._last_time = time.monotonic()
         self._last_log = 0.0
         self._unlogged: str | None = None
         self._warned_of: set[str] = set()
+
+    def begin_stage(self, *, samples_per_epoch: int, on_nan: str) -> None:
+        self._samples_per_epoch, self._on_nan = samples_per_epoch, on_nan
 
     def begin_epoch(self) -> None:
         self.means = EpochMeans()
@@ -64,12 +87,15 @@ class Reporter:
         loss_sum = rows[:, :, LOSS].sum(axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             loss = loss_sum / weight
-            scalars = rows[:, :, FIRST_SCALAR:].sum(axis=0) / weight[:, None]
+            scalar_sums = rows[:, :, FIRST_SCALAR:].sum(axis=0)
+            scalars = scalar_sums / weight[:, None]
         samples = [record.samples for record in records]
         means = self.means
         applied = np.array([record.applied for record in records])
         means.loss_sum += float(loss_sum[applied].sum())
         means.weight += float(weight[applied].sum())
+        for index, name in enumerate(self.names):
+            means.scalar_sums[name] = means.scalar_sums.get(name, 0.0) + float(scalar_sums[applied, index].sum())
         means.times += np.array([data.sum(), network.sum(), aggregation.sum()])
         means.steps += len(records)
         means.samples += sum(samples)
@@ -91,6 +117,7 @@ class Reporter:
             "network_s": _rounded(network),
             "wait_s": _rounded(own.max(axis=0) - own.min(axis=0)),
             "slowest_rank": slowest.tolist(),
+            "overflow": [int(record.overflow) for record in records],
             "scalars": {name: scalars[:, index].tolist() for index, name in enumerate(self.names)},
             "ranks": [
                 {
@@ -133,7 +160,7 @@ class Reporter:
         if bad.any():
             index = int(np.flatnonzero(bad.any(axis=0))[0])
             self._warn_once("loss", f"step {records[index].step}: the loss of rank {int(np.flatnonzero(bad[:, index])[0])} is not finite; {does}")
-        refused = [record.step for index, record in enumerate(records) if not record.applied and not bad[:, index].any()]
+        refused = [record.step for index, record in enumerate(records) if not (record.applied or record.overflow or bad[:, index].any())]
         if refused:
             self._warn_once("gradient", f"step {refused[0]}: a gradient is not finite, though the loss is; {does}")
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from nbddp.data import derive_seed
+from nbddp.sampler import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
-def seed_rank(seed: int, rank: int) -> None:
-    """Give every rank streams of its own, so that dropout differs between ranks."""
-    own = derive_seed("rank", seed, rank)
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Give every rank streams of its own, so that dropout differs between ranks; `step` where a run goes on on another number of ranks."""
+    own = derive_seed("rank", seed, rank, *([step] if step else []))
     torch.manual_seed(own)
     random.seed(own)
     np.random.seed(own % 2**32)  # numpy's global stream: user code draws from it
@@ -46,3 +50,13 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["next_gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+
+
+@contextlib.contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Leave the streams as if nothing had been drawn in between."""
+    state = capture(device)
+    try:
+        yield
+    finally:
+        restore(state, device)

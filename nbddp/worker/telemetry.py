@@ -45,6 +45,7 @@ class StepRecord:
     samples: int
     warmup: bool
     applied: bool
+    overflow: bool
     sums: Sequence[torch.Tensor | float]
     times: StepTimes
     aggregation_s: float

@@ -15,13 +15,14 @@ from nbddp.worker.clock import DATA, FORWARD, NO_TIMES, OPTIMIZER, StepTimes, ma
 from nbddp.worker.errors import StepError
 from nbddp.worker.guard import Guard
 from nbddp.worker.optim import needs_closure
+from nbddp.worker.scaler import LossScaler
 from nbddp.worker.step import Signature, StepResult
 from nbddp.worker.wrap import Replica, on_gradients_ready
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from nbddp.worker.context import Context
+    from nbddp.worker.context import Context, RankStage
 
 CALLED_BACKWARD = "the step called backward() itself, and its gradients would count twice: return the loss, the loop calls backward()"
 
@@ -30,13 +31,24 @@ Batched = tuple[Any, Micro]
 
 @dataclass(slots=True)
 class Updated:
-    """What a step did: sums of loss x weight, weight and scalars x weight of this rank; samples over all ranks; whether the update was applied."""
+    """What a step did: sums of loss x weight, weight and scalars x weight of this rank; samples over all ranks; what became of the update.
+
+    `applied` says that the optimizer stepped; `overflow` that the loss scaler left the step out and found a smaller scale, which is nothing to warn of;
+    `stop` that the run ends with this step, by `on_nan`. All three are the same on every rank.
+    """
 
     sums: list[torch.Tensor | float] = field(default_factory=lambda: [0.0, 0.0])
     samples: int = 0
     applied: bool = True
+    overflow: bool = False
+    stop: bool = False
     times: StepTimes = NO_TIMES
     own_weights: torch.Tensor | None = None
+
+
+def precision_in_effect(stage: RankStage, optimizer: Optimizer) -> str:
+    """That of the stage; fp16 with an optimizer that needs a closure is bf16."""
+    return "bf16" if stage.plan.precision == "fp16" and needs_closure(optimizer) else stage.plan.precision
 
 
 class Updater:
@@ -48,33 +60,54 @@ class Updater:
     (as that of `nn.CrossEntropyLoss` is where every target is ignored); its gradient has to be finite.
     """
 
-    def __init__(self, context: Context, replica: Replica, optimizer: Optimizer) -> None:
-        config, self._ranks = context.config, context.ranks
-        self._context, self._replica, self._optimizer = context, replica, optimizer
+    def __init__(self, context: Context, stage: RankStage, replica: Replica, optimizer: Optimizer) -> None:
+        config, self._ranks = stage.config, context.ranks
+        self._replica, self._optimizer = replica, optimizer
         self._position, self._accumulate = context.position, config.accumulate
-        self._guard = Guard(config, context.model, replica.trainable)
         self._closure = needs_closure(optimizer)
+        self.precision = stage.plan.precision
+        if self._closure and self.precision == "fp16":
+            self.precision = "bf16"
+            name = type(optimizer).__name__
+            context.message(
+                f"precision=fp16 with {name} runs as bf16: its loss can't be scaled, since it searches along the values themselves", level="warning"
+            )
+        self._scaler = LossScaler(context.model.named_parameters(), self._ranks.device) if self.precision == "fp16" else None
+        self._guard = Guard(config, context.model, replica.trainable, self._ranks, self._scaler)
         if self._closure and self._guard.refuses:
             message = f"on_nan={config.on_nan} can't undo a step of {type(optimizer).__name__}, which evaluates the model itself: --on-nan warn"
             raise StepError(message)
         self._clock = make_clock(context.ranks.device)
+        self._graphs = config.compile and self._ranks.device.type == "cuda"
         self.signature = Signature(context.hooks.training_name)
 
     def step(self, batches: Iterator[Batched]) -> Updated:
         """Take one step with the next micro-batches."""
         self._clock.start()
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last step left in the memory of CUDA graphs is not needed any more
         if self._closure:
             updated = self._step_with_closure([next(batches) for _ in range(self._accumulate)])
         else:
             self._guard.begin()
             updated = self._gradients(batches)
-            updated.applied = self._guard.accept()
+            verdict = self._guard.judge(updated.sums[0])
+            updated.applied, updated.overflow, updated.stop = verdict.applied, verdict.overflow, verdict.stop
             if updated.applied:
                 self._optimizer.step()
         self._replica.zero_grad()
         self._clock.lap(OPTIMIZER)
         updated.times = self._clock.stop()
         return updated
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The state of the loss scaler, for a checkpoint; None where there is none."""
+        return None if self._scaler is None else self._scaler.state()
+
+    def load_scaler(self, state: dict[str, Any] | None) -> None:
+        """Go on with the loss scale of a checkpoint; where it has none, or nothing is scaled here, the scale begins anew."""
+        if self._scaler is not None and state is not None:
+            self._scaler.load(state)
 
     def _step_with_closure(self, held: list[Batched]) -> Updated:
         """For optimizers such as LBFGS that evaluate the loss themselves: with the reduced loss, so that all ranks search the same line."""
@@ -85,7 +118,7 @@ class Updater:
             updated = self._gradients(iter(held))
             if not first:
                 first.append(updated)
-            self._guard.accept()
+            self._guard.judge()
             total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self._ranks.device) for value in updated.sums[:2]])
             if self._ranks.world_size > 1:
                 dist.all_reduce(total)
@@ -125,7 +158,7 @@ class Updater:
     def _forward(self, batch: Any, *, first: bool) -> StepResult:
         self._position.phase = "forward"
         try:
-            with autocast_context(self._context.plan.precision, self._ranks.device):
+            with autocast_context(self.precision, self._ranks.device):
                 loss = self._replica.forward(batch)
         except RuntimeError as error:
             if (explained := self._replica.explain(error)) is not None:
@@ -187,7 +220,8 @@ class Updater:
     def _scaled(self, loss: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
         if self._guard.refuses:  # a loss that is not finite makes every gradient so, on all ranks, also where its own gradient is finite
             scale = loss.detach() * 0 + scale
-        return loss if isinstance(scale, float) and scale == 1.0 else loss * scale
+        scaled = loss if isinstance(scale, float) and scale == 1.0 else loss * scale
+        return scaled if self._scaler is None else self._scaler.scaled(scaled)
 
     def _reduce_weights(self, own: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Begin to sum the step's own weights over ranks, before the backward pass, so that it is done when that is."""

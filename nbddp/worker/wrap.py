@@ -11,33 +11,31 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nbddp.worker.compress import make_compression
 from nbddp.worker.errors import StepError
 
 if TYPE_CHECKING:
     from nbddp.config import TrainConfig
+    from nbddp.worker.context import RankStage
     from nbddp.worker.group import Ranks
     from nbddp.worker.step import StepModule
 
 
 class Replica:
-    """A step module on this rank, kept equal to the others'.
+    """A step module on this rank, kept equal to the others'. `compression` is that of the gradients on the wire, where there is one."""
 
-    Raises:
-        StepError: at construction, where nothing is trainable.
-    """
-
-    def __init__(self, module: StepModule, config: TrainConfig, ranks: Ranks) -> None:
-        self.module = module
+    def __init__(self, module: StepModule, stage: RankStage, ranks: Ranks) -> None:
+        config, self.module = stage.config, module
         self.trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not self.trainable:
-            message = "the model has no parameter that requires a gradient: there is nothing to train"
-            raise StepError(message)
         self._graph_known = not config.static_graph
         self._tolerant = config.find_unused_parameters or config.static_graph
         self._ddp = _ddp(module, config) if ranks.world_size > 1 else None
         self.forward: nn.Module = module if self._ddp is None else self._ddp
         if self._ddp is not None and not self._tolerant:
             self._fix_bucket_order()
+        self.compression = make_compression(config.grad_compression, ranks)
+        if self._ddp is not None and self.compression is not None:  # not before, or it would remember that pass
+            self.compression.register(self._ddp)
 
     def inner(self) -> contextlib.AbstractContextManager[None]:
         """The context of micro-batches that are not synchronised.

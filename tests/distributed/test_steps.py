@@ -831,7 +831,7 @@ def test_replicas_that_differ_are_an_error(training, where):
 
 
 def test_one_monitored_name_that_is_not_recorded_lists_those_that_are(training):
-    with pytest.raises(StepError, match="monitor=val_acc is not recorded; recorded are val_loss, val_error, loss"):
+    with pytest.raises(StepError, match="monitor=val_acc is not recorded; recorded are loss, val_loss, val_error"):
         run(training, 2, hooks={"validation_step": lambda model, batch: {"loss": mse(model, batch), "error": 1.0}}, monitor="val_acc")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nbddp.config import TrainConfig
 from nbddp.events import EventReader, EventWriter
 from nbddp.kernel.history import History
-from nbddp.planning import Machine, make_plan
+from nbddp.planning import Job, Machine, make_plan
 from nbddp.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -40,12 +40,21 @@ class Training:
         self._ranks, self._folder = ranks, folder
 
     def __call__(
-        self, nproc: int, make: Callable[[], tuple[Any, Any, Any]], hooks: dict[str, Any], *, timeout: float = 60, ask: str | None = None, **options: Any
+        self,
+        nproc: int,
+        make: Callable[[], tuple[Any, Any, Any]],
+        hooks: dict[str, Any],
+        *,
+        timeout: float = 60,
+        ask: str | None = None,
+        resume: Path | None = None,
+        **options: Any,
     ) -> Result:
         run = RunDir.create(self._folder / "runs", "test")
         if ask is not None:
             run.ask(ask)
-        returned = self._ranks(nproc, train_rank, str(run.path), make, hooks, options, timeout=timeout)
+        spec = {} if resume is None else {"resume": str(resume)}
+        returned = self._ranks(nproc, train_rank, str(run.path), make, hooks, options, spec, timeout=timeout)
         reader, events = EventReader(run.events), []
         while new := reader.poll():
             events += new
@@ -53,7 +62,9 @@ class Training:
         return Result(run, [weights for weights, _ in returned], [progress for _, progress in returned], events, history.steps, history.epochs)
 
 
-def train_rank(rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], hooks: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+def train_rank(
+    rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], hooks: dict[str, Any], options: dict[str, Any], spec: dict[str, Any]
+) -> tuple[Any, Any]:
     """What `nbddp.worker.main` does after the bundle is open and the group has formed."""
     import multiprocessing
     from pathlib import Path
@@ -62,6 +73,7 @@ def train_rank(rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], h
     import torch.distributed as dist
 
     from nbddp.data import split_size
+    from nbddp.sampler import GlobalSampler
     from nbddp.worker.context import Context, Hooks
     from nbddp.worker.group import Ranks
     from nbddp.worker.loop import train
@@ -76,11 +88,15 @@ def train_rank(rank: int, path: str, make: Callable[[], tuple[Any, Any, Any]], h
     if config.val_split is not None:
         n_val = split_size(n_train, config.val_split)
         n_train -= n_val
-    plan = make_plan(config.replace(nproc=world_size, devices="cpu"), n_train=n_train, n_val=n_val, machine=Machine((), 2), has_optimizer="optimizer" in hooks)
+    if hooks.get("sampler") is not None:
+        n_train = len(GlobalSampler(hooks["sampler"], train_data, seed=config.seed))
+    job = Job(has_optimizer="optimizer" in hooks, float64=all(parameter.dtype is torch.float64 for parameter in model.parameters()))
+    planned = config.replace(nproc=world_size, devices="cpu")
+    plan = make_plan(planned, n_train=n_train, n_val=n_val, machine=Machine((), 2), job=job, stages=hooks.get("stages", ()))
     telemetry = dist.new_group(backend="gloo") if world_size > 1 else None
     context = Context(
         run_dir=run,
-        spec={},
+        spec=spec,
         config=config,
         plan=plan,
         ranks=Ranks(rank, world_size, rank, torch.device("cpu"), "gloo", telemetry),

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, RandomSampler, Subset, TensorDataset
 
-from nbddp.data import Batches, LoaderOptions, Part, Shares, ValShares, derive_seed, epoch_order, make_fetch, split_indices, split_size, to_device
+from nbddp.data import Batches, LoaderOptions, Part, Shares, ValShares, make_fetch, split_indices, split_size, to_device
+from nbddp.sampler import GlobalSampler, derive_seed, epoch_order
 
 CPU = torch.device("cpu")
 
@@ -57,15 +58,75 @@ def test_the_samples_of_a_step_are_the_same_at_every_world_size(size):
         assert sorted(int(i) for rank in parts for micro in rank for i in micro.indices) == sorted(whole.indices.tolist())
 
 
-@given(sizes(), st.data())
-def test_an_epoch_can_be_entered_at_any_step(size, data):
+@given(sizes(), st.data(), st.booleans())
+def test_an_epoch_can_be_entered_at_any_step(size, data, drop_last):
     n, batch, world, accumulate = size
-    deal = shares(n, batch, world, world - 1, accumulate, drop_last=False)
+    deal = shares(n, batch, world, world - 1, accumulate, drop_last=drop_last)
     start = data.draw(st.integers(0, deal.steps))
-    whole, rest = list(deal.epoch(2)), list(deal.epoch(2, start))
-    assert len(rest) == len(whole) - start * accumulate
+    whole, rest = list(deal.epoch(2)), list(deal.epoch(2, start * batch))
+    assert len(rest) == len(whole) - start * accumulate == deal.steps_left(start * batch) * accumulate
     for one, other in zip(whole[start * accumulate :], rest, strict=True):
         assert (one.indices.tolist(), one.weight, one.n_global, one.seed) == (other.indices.tolist(), other.weight, other.n_global, other.seed)
+
+
+def counted(deals, epoch, start=0, steps=None):
+    """The samples that count, of all ranks, in the first `steps` steps after `start`."""
+    found = []
+    for deal in deals:
+        micros = list(deal.epoch(epoch, start))
+        assert len(micros) == deal.steps_left(start) * deal.accumulate
+        found += [int(i) for micro in micros[: None if steps is None else steps * deal.accumulate] if micro.weight for i in micro.indices]
+    return found
+
+
+@given(sizes(), sizes(), st.data(), st.booleans(), st.booleans(), st.sampled_from([None, "replacement", "some"]))
+def test_what_is_left_of_an_epoch_is_dealt_at_any_batch_and_number_of_ranks(before, after, data, drop_last, shuffle, kind):
+    (n, batch, world, accumulate), (_, other_batch, other_world, other_accumulate) = before, after
+    sampler = kind and GlobalSampler(
+        range(0, 2 * n, 2) if kind == "some" else RandomSampler(range(2 * n), replacement=True, num_samples=n), range(2 * n), seed=3
+    )
+
+    def deals(batch, world, accumulate):
+        return [Shares(n, batch, world, rank, accumulate, drop_last=drop_last, shuffle=shuffle, seed=3, sampler=sampler) for rank in range(world)]
+
+    first, then = deals(batch, world, accumulate), deals(other_batch, other_world, other_accumulate)
+    steps = data.draw(st.integers(0, first[0].steps))
+    start = min(n, steps * batch)
+    done, rest = counted(first, 4, steps=steps), counted(then, 4, start=start)
+    (whole,) = [list(micro.indices) for micro in Shares(n, n, 1, 0, 1, drop_last=False, shuffle=shuffle, seed=3, sampler=sampler).epoch(4)]
+    assert sorted(done) == sorted(whole[:start])
+    left_out = (n - start) % other_batch if drop_last else 0
+    assert sorted(rest) == sorted(whole[start : n - left_out]), "none is lost, none comes twice, in the order that was begun"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_draws_the_same_numbers_wherever_its_epoch_was_entered(workers):
+    """In loader workers, which are seeded per batch; in the rank itself its own stream goes on, which a checkpoint holds."""
+    deal = shares(24, 4, 1, 0, 2)
+
+    class Noisy(Plain):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return index + torch.rand(()) + float(np.random.rand())
+
+    def draw(start):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        batches = Batches(make_fetch(Noisy(), None), LoaderOptions(num_workers=workers), CPU)
+        found = [batch.tolist() for batch, _ in batches.epoch(deal.epoch(1, start))]
+        batches.close()
+        return found
+
+    assert draw(24) == []
+    assert (draw(8) == draw(0)[4:]) is bool(workers)
+
+
+def test_steps_left_where_the_tail_counts_and_where_it_does_not():
+    assert [shares(10, 4, 1, 0).steps_left(start) for start in (0, 2, 3, 6, 7, 10, 11)] == [2, 2, 1, 1, 0, 0, 0]
+    assert [shares(10, 4, 1, 0, drop_last=False).steps_left(start) for start in (0, 2, 3, 6, 7, 10, 11)] == [3, 2, 2, 1, 1, 0, 0]
+    assert shares(10, 4, 1, 0).steps == 2
 
 
 def test_seeds_of_batches_are_all_different():

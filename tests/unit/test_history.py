@@ -130,6 +130,80 @@ def test_a_validation_within_an_epoch_belongs_to_no_epoch(tmp_path: Path) -> Non
     assert epochs["duration_s"].tolist() == [2.0, 2.0]
 
 
+def epoch(events: EventWriter, number: int, step: int, *, whole: bool = True, loss: float = 1.0, **values: float) -> None:
+    events.emit("epoch", epoch=number, step=step, stage=0, loss=loss, duration_s=1.0, whole=whole, values={"accuracy": loss / 2})
+    if values:
+        events.emit("validation", epoch=number, step=step, values=values)
+
+
+def events_of(folder: Path) -> EventWriter:
+    folder.mkdir(exist_ok=True)
+    return EventWriter(folder / "rank-00000.0.jsonl", run="r", rank=0)
+
+
+def test_scalars_of_an_epoch_are_columns_of_it(tmp_path: Path) -> None:
+    events = events_of(tmp_path)
+    epoch(events, 1, 10, loss=3.0)
+    events.close()
+    assert History(tmp_path).epochs["accuracy"].tolist() == [1.5]
+
+
+def test_the_parents_come_first_up_to_the_checkpoint(tmp_path: Path) -> None:
+    """Ten steps an epoch: the first run goes on to step 35, the second from 20 to 27, in epoch 3, the third from 25."""
+    first, second, third = (events_of(tmp_path / name) for name in "abc")
+    for number in (1, 2, 3):
+        steps(first, 10 * number - 9, 10, 1.0)
+        epoch(first, number, 10 * number, val_loss=0.1 * number)
+    steps(first, 31, 5, 1.0)
+    steps(second, 21, 7, 2.0, extra=[5.0] * 7)
+    epoch(second, 3, 27, whole=False, loss=2.0)
+    history = History(tmp_path / "c", [(tmp_path / "a", 20), (tmp_path / "b", 25)])
+    assert history.steps["loss"].tolist() == [1.0] * 20 + [2.0] * 5, "the third has not begun"
+    assert history.epochs["epoch"].tolist() == [1, 2], "the third epoch is under way again"
+    steps(third, 26, 9, 3.0, late=[7.0] * 9)
+    epoch(third, 3, 30, loss=3.0, val_loss=0.9)
+    columns, epochs = history.steps, history.epochs
+    assert columns["step"].tolist() == list(range(1, 35))
+    assert columns["loss"].tolist() == [1.0] * 20 + [2.0] * 5 + [3.0] * 9
+    np.testing.assert_array_equal(columns["extra"], [math.nan] * 20 + [5.0] * 5 + [math.nan] * 9)
+    np.testing.assert_array_equal(columns["late"], [math.nan] * 25 + [7.0] * 9)
+    assert (epochs["epoch"].tolist(), epochs["step"].tolist(), epochs["loss"].tolist()) == ([1, 2, 3], [10, 20, 30], [1.0, 1.0, 3.0])
+    np.testing.assert_allclose(epochs["val_loss"], [0.1, 0.2, 0.9])
+    assert list(columns)[: len(STEP_COLUMNS)] == list(STEP_COLUMNS)
+    assert columns["step"].dtype == epochs["epoch"].dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        columns["loss"][0] = 0.0
+    for events in (first, second, third):
+        events.close()
+
+
+def test_an_epoch_that_was_validated_only_by_the_child_is_there_once(tmp_path: Path) -> None:
+    parent, child = events_of(tmp_path / "a"), events_of(tmp_path / "b")
+    steps(parent, 1, 10)
+    epoch(parent, 1, 10)  # stopped within its validation
+    history = History(tmp_path / "b", [(tmp_path / "a", 10)])
+    assert history.epochs["epoch"].tolist() == [1]
+    epoch(child, 1, 10, val_loss=0.5)
+    assert history.epochs["val_loss"].tolist() == [0.5]
+    for events in (parent, child):
+        events.close()
+
+
+def test_a_run_that_ended_within_an_epoch_keeps_what_it_had_of_it(tmp_path: Path) -> None:
+    events = events_of(tmp_path)
+    steps(events, 1, 7)
+    epoch(events, 1, 7, whole=False)
+    events.close()
+    assert History(tmp_path).epochs["step"].tolist() == [7]
+
+
+def test_a_parent_without_files_leaves_what_is_there(tmp_path: Path) -> None:
+    child = events_of(tmp_path / "b")
+    steps(child, 11, 5, 2.0)
+    assert History(tmp_path / "b", [(tmp_path / "nowhere", 10)]).steps["step"].tolist() == [11, 12, 13, 14, 15]
+    child.close()
+
+
 def test_reading_goes_on_after_the_files_are_gone(tmp_path: Path) -> None:
     folder = tmp_path / "events"
     folder.mkdir()

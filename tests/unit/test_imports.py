@@ -12,7 +12,7 @@ import pytest
 import nbddp
 
 JUPYTER = {"IPython", "ipykernel", "ipywidgets", "traitlets", "zmq"}
-CONTRACT = ["config", "values", "planning", "events", "rundir", "state", "failure", "process", "deathguard", "errors"]
+CONTRACT = ["config", "stage", "values", "planning", "events", "rundir", "state", "failure", "process", "deathguard", "errors"]
 
 # Imports every module of a package as well, without those that run as programs.
 LOAD = """
@@ -89,11 +89,11 @@ def test_all_names_exist_and_are_found_by_dir_and_star():
 
 def test_the_public_names_are_these():
     errors = "BundleError CheckpointError ConfigError HangDetected LaunchError NbddpError OutOfMemory ReplicaMismatch RunFailed WorkerError WorkerLost"
-    names = "Run TrainConfig __version__ attach last_run load_checkpoint plan prune runs train"
+    names = "Metric Run Stage TrainConfig __version__ attach last_run load_checkpoint plan prune runs train"
     assert sorted(nbddp.__all__) == sorted([*errors.split(), *names.split()])
 
 
-@pytest.mark.parametrize("name", ["H5Dataset", "Metric", "Stage", "autocast", "compare", "swap_norm"])
+@pytest.mark.parametrize("name", ["H5Dataset", "autocast", "compare", "swap_norm"])
 def test_names_of_later_versions_say_so(name):
     with pytest.raises(AttributeError, match=f"nbddp.{name} is not available yet"):
         getattr(nbddp, name)

@@ -15,7 +15,6 @@ from nbddp.config import TrainConfig
 from nbddp.state import PHASES
 from nbddp.worker import rng
 from nbddp.worker.errors import ReplicasDiffer, StepError
-from nbddp.worker.group import _digest
 from nbddp.worker.guard import Guard
 from nbddp.worker.progress import Best, Progress
 from nbddp.worker.report import log_line
@@ -91,7 +90,7 @@ def test_a_step_is_refused_and_buffers_are_as_before(bad, options):
     net(torch.full((3, 2), bad)).sum().backward()
     assert not net.running_mean.isfinite().all()
     net.weight.grad[0] = bad
-    assert not guard.accept()
+    assert not guard.judge().applied
     assert net.running_mean.tolist() == [0.0, 0.0]
     assert net.num_batches_tracked == 0
 
@@ -101,7 +100,7 @@ def test_a_step_that_is_finite_is_clipped_and_its_buffers_stay():
     guard = guarded(net, on_nan="skip", clip_norm=0.5)
     net(torch.randn(3, 2)).pow(3).sum().backward()
     net.weight.grad[:] = 30.0
-    assert guard.accept()
+    assert guard.judge().applied
     assert float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])) == pytest.approx(0.5, rel=1e-5)
     assert net.num_batches_tracked == 1
 
@@ -110,39 +109,7 @@ def test_where_training_goes_on_nothing_is_refused():
     net = nn.Linear(1, 1)
     guard = guarded(net, on_nan="warn")
     net.weight.grad = torch.full_like(net.weight, float("nan"))
-    assert guard.accept()
-
-
-# -- digests
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-@pytest.mark.parametrize("shape", [(1,), (3,), (5, 7), (33, 17), ()])
-def test_a_digest_tells_any_bit_and_any_order(dtype, shape):
-    torch.manual_seed(0)
-    tensor = torch.randn(shape, dtype=dtype)
-    same = tensor.T.contiguous().T if tensor.ndim == 2 else tensor.clone()
-    assert _digest(tensor).tolist() == _digest(same).tolist()
-    flat = tensor.reshape(-1)
-    other = flat.clone()
-    other[-1] = other[-1] * (1 + 2 * torch.finfo(dtype).eps)
-    assert _digest(other.reshape(shape)).tolist() != _digest(tensor).tolist()
-    if flat.numel() > 1:
-        assert _digest(flat.flip(0)).tolist() != _digest(flat).tolist()
-
-
-def test_a_digest_reads_a_parameter_that_starts_anywhere():
-    flat = torch.randn(11)
-    assert _digest(flat[1:]).tolist() == _digest(flat[1:].clone()).tolist()
-
-
-def test_a_digest_is_made_in_parts(monkeypatch):
-    from nbddp.worker import group
-
-    tensor = torch.randn(1000)
-    swapped = torch.cat([tensor[500:], tensor[:500]])
-    monkeypatch.setattr(group, "_DIGEST_BYTES", 2000)
-    assert _digest(tensor).tolist() != _digest(swapped).tolist()
+    assert guard.judge().applied
 
 
 def test_the_error_names_rank_and_parameters():

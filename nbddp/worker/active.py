@@ -1,0 +1,76 @@
+"""What a stage has of its own while it trains: replica, optimizer, scheduler, loss scaler, and the order of its samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbddp.data import Shares
+from nbddp.worker.optim import Scheduler, make_optimizer
+from nbddp.worker.step import StepModule
+from nbddp.worker.update import Updater, precision_in_effect
+from nbddp.worker.wrap import Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbddp.sampler import GlobalSampler
+    from nbddp.worker.compiling import Compiler
+    from nbddp.worker.context import Context, RankStage
+    from nbddp.worker.freeze import Freezer
+
+
+class ActiveStage:
+    """A stage on this rank, made when it begins; the model, the data and the channel of telemetry are those of the run."""
+
+    def __init__(
+        self,
+        context: Context,
+        stage: RankStage,
+        freezer: Freezer,
+        compiler: Compiler,
+        sampler: GlobalSampler | None,
+        first_batch: Callable[[Shares], Any],
+    ) -> None:
+        config, plan, ranks, hooks = stage.config, stage.plan, context.ranks, context.hooks
+        self.stage = stage
+        freezer.apply(stage.spec)
+        torch.set_float32_matmul_precision(config.matmul_precision if "matmul_precision" in config.given else context.matmul_precision)
+        self.shares = Shares(
+            n=context.plan.n_train,
+            batch_size=plan.batch_size,
+            world_size=ranks.world_size,
+            rank=ranks.rank,
+            accumulate=plan.accumulate,
+            drop_last=config.drop_last,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            stage=stage.index,
+            sampler=sampler,
+        )
+        module = StepModule(context.model, hooks.training_step, hooks.training_name)
+        self.optimizer = make_optimizer(context.model, config, lr=plan.lr, hook=stage.optimizer)
+        compiler.compile(stage, module, precision_in_effect(stage, self.optimizer), lambda: first_batch(self.shares))
+        self.replica = Replica(module, stage, ranks)
+        self.scheduler = Scheduler(self.optimizer, config, stage.scheduler, total_steps=plan.total_steps)
+        self.updater = Updater(context, stage, self.replica, self.optimizer)
+
+    @property
+    def trainable(self) -> int:
+        """Number of elements of the parameters that train."""
+        return sum(parameter.numel() for parameter in self.replica.trainable)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state(),
+            "scaler": self.updater.scaler_state(),
+            "precision": self.updater.precision,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this very rank."""
+        compression = self.replica.compression
+        return {"comm_hook": None if compression is None else compression.state()}
