@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbddp.config import TrainConfig, read_settings
+from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
 from nbddp.kernel.request import HOOKS, Named, Request
 from nbddp.kernel.runs import attach, last_run, run_root, runs
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nbddp.kernel.run import Run
+    from nbddp.kernel.settings import Settings
     from nbddp.stage import Stage
 
 __all__ = ["attach", "last_run", "plan", "prune", "runs", "train"]
@@ -40,6 +42,7 @@ def train(
     stages: Sequence[Stage | dict[str, Any]] | None = None,
     on_epoch_end: Callable[[Any], Any] | None = None,
     config: TrainConfig | Mapping[str, object] | str | Path | None = None,
+    freeze_rb_layer: str | None = None,
     background: bool = False,
     note: str | None = None,
     **options: object,
@@ -61,6 +64,7 @@ def train(
         stages: a list of `nbddp.Stage`.
         on_epoch_end: ``on_epoch_end(state)``, called on rank 0; ``state.report(name=value)`` records.
         config: options as a TrainConfig, a dict or a YAML file; `options` win over them.
+        freeze_rb_layer: patterns over parameter names that the key of that name in a settings file stands for.
         background: return at once; ``run.wait()`` waits and loads the weights.
         note: kept with the run.
         **options: fields of `TrainConfig`.
@@ -89,7 +93,8 @@ def train(
     }
     if isinstance(optimizer, str):
         options["optimizer"] = optimizer
-    return run_training(_request(model, data, val_data, hooks, config, options, requested=requested, background=background, note=note))
+    request = _request(model, data, val_data, hooks, config, options, requested=requested, freeze_rb_layer=freeze_rb_layer)
+    return run_training(replace(request, background=background, note=note))
 
 
 def plan(
@@ -142,43 +147,55 @@ def _request(
     options: Mapping[str, object],
     *,
     requested: float,
-    background: bool = False,
-    note: str | None = None,
+    freeze_rb_layer: str | None = None,
 ) -> Request:
     caller = _caller()
     main, cells, cell = _notebook()
+    given = [name for name, hook in hooks.items() if hook is not None]
+    file = _settings(config, options, given, has_val=val_data is not None, freeze_rb_layer=freeze_rb_layer)
+    if file.stages:
+        hooks = {**hooks, "stages": list(file.stages)}
     return Request(
         model=Named(_name_of(model, caller, "model"), model),
         data=Named(_name_of(data, caller, "data"), data),
         val=None if val_data is None else Named(_name_of(val_data, caller, "val_data"), val_data),
-        options=_options(config, options),
+        options=_options(file.config, options),
         hooks=hooks,
         requested=requested,
-        note=note,
-        background=background,
         cell=cell,
         main=main,
         cells=cells,
+        notes=file.notes,
     )
 
 
-def _options(config: TrainConfig | Mapping[str, object] | str | Path | None, options: Mapping[str, object]) -> dict[str, object]:
-    """The fields of `config`, and `options` over them."""
-    if config is None:
-        base = TrainConfig()
-    elif isinstance(config, TrainConfig):
-        base = config
-    elif isinstance(config, str | Path):
-        from nbddp.kernel.settings import settings
+def _settings(
+    config: TrainConfig | Mapping[str, object] | str | Path | None,
+    options: Mapping[str, object],
+    hooks: Sequence[str],
+    *,
+    has_val: bool,
+    freeze_rb_layer: str | None,
+) -> Settings:
+    """What `config` says, in whichever form."""
+    from nbddp.kernel.settings import Settings, read
 
-        base = settings(Path(config))
-    else:
-        base = read_settings(config)
+    if config is None or isinstance(config, TrainConfig):
+        return Settings(config or TrainConfig())
+    source = Path(config) if isinstance(config, str) else config
+    return read(source, over=_plain(options), hooks=hooks, has_val=has_val, freeze_rb_layer=freeze_rb_layer)
+
+
+def _options(base: TrainConfig, options: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a settings file, and `options` over them."""
+    over = TrainConfig.read(_plain(options))
+    return {**{name: getattr(base, name) for name in base.given}, **over}
+
+
+def _plain(options: Mapping[str, object]) -> dict[str, object]:
+    """The options, with a directory where `resume` names a Run."""
     resume = options.get("resume")
-    if resume is not None and hasattr(resume, "dir"):  # a Run
-        options = {**options, "resume": str(resume.dir)}
-    over = TrainConfig(**options)
-    return {name: getattr(source, name) for source in (base, over) for name in source.given}
+    return {**options, "resume": str(resume.dir)} if resume is not None and hasattr(resume, "dir") else dict(options)
 
 
 def _caller() -> FrameType | None:

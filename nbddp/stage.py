@@ -174,16 +174,19 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     for pattern in patterns:
         matched = fnmatch.filter(known, pattern)
         if not matched:
-            below = fnmatch.filter(known, f"{pattern}.*")
-            hint = (
-                f" Did you mean {pattern}.*?"
-                if below
-                else suggest(pattern, known) or f" The names are {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}"
-            )
+            hint = _meant(pattern, known) or f" The names are {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}"
             message = f"the pattern {pattern} matches no parameter.{hint}"
             raise ConfigError(message)
         found.update(matched)
     return found
+
+
+def _meant(pattern: str, names: Collection[str]) -> str:
+    """Patterns that match something and look like this one: a module was named without what is in it, or was misspelt."""
+    if fnmatch.filter(names, f"{pattern}.*"):
+        return f" Did you mean {pattern}.*?"
+    modules = dict.fromkeys(name[:end] for name in names for end, letter in enumerate(name) if letter == ".")
+    return suggest(pattern, [*(f"{module}.*" for module in modules), *names])
 
 
 def trainable(names: Mapping[str, bool], stage: Stage | None, *, tied: Iterable[Collection[str]] = ()) -> dict[str, bool]:

@@ -193,8 +193,9 @@ def _check_stages(stages: tuple[Stage, ...], request: Request, model: nn.Module)
 def _job(hooks: dict[str, object], model: nn.Module, *, validates: bool) -> Job:
     """What the plan needs to know of model and hooks."""
     recorded: tuple[str, ...] | None = None
-    metrics = hooks.get("metrics") or {}
-    known = all(callable(metric) and not hasattr(metric, "update") for metric in metrics.values()) if isinstance(metrics, dict) else False
+    given = hooks.get("metrics")
+    metrics = given if isinstance(given, dict) else {}
+    known = all(callable(metric) and not hasattr(metric, "update") for metric in metrics.values())  # others may compute several values
     if known and not {"training_step", "validation_step", "on_epoch_end"} & set(hooks):  # those may return, or report, any name
         recorded = ("loss", *(["val_loss", *(f"val_{name}" for name in metrics)] if validates else []))
     floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]

@@ -192,7 +192,7 @@ def read_entry(run: RunDir) -> RunEntry:
         started=started(spec),
         duration_s=duration_s(spec, until),
         step=summary.get("step"),
-        best=_best(summary, str((spec.get("plan") or {}).get("monitor", "best"))),
+        best=_best(summary, _monitor(spec)),
         loss=number(summary.get("loss")),
         differs=_differs(spec.get("config") or {}),
         size=_size(run),
@@ -200,6 +200,12 @@ def read_entry(run: RunDir) -> RunEntry:
         dir=run.path,
         parent=spec.get("parent"),
     )
+
+
+def _monitor(spec: dict[str, Any]) -> str:
+    """What the last stage monitors."""
+    stages = (spec.get("plan") or {}).get("stages") or [{}]
+    return str(stages[-1].get("monitor", "best"))
 
 
 def _best(summary: dict[str, Any], monitor: str) -> tuple[str, float, int | None] | None:

@@ -160,7 +160,7 @@ def holds_line(name: str, which: str, at: str, state: RunState, monitor: str) ->
     shown = "" if value is None else f" ({monitor} {float(value):.4g})"
     line = f"{name}: {at}{shown}"
     best = state.best
-    if which == "last" and best is not None and entry is not None and best["step"] != entry["step"]:
+    if which == "last" and best is not None and entry is not None and best["step"] != entry["step"] and best["value"] != value:
         line += f'; best was epoch {best["epoch"]} ({float(best["value"]):.4g}): run.load("best")'
     elif which == "best":
         line += ", the best"

@@ -13,6 +13,7 @@ from nbddp.sampler import GlobalSampler
 from nbddp.worker import rng
 from nbddp.worker.active import ActiveStage
 from nbddp.worker.compiling import Compiler
+from nbddp.worker.decisions import Decisions
 from nbddp.worker.epoch_end import EpochEnd
 from nbddp.worker.errors import StepError
 from nbddp.worker.freeze import Freezer
@@ -20,7 +21,7 @@ from nbddp.worker.progress import Monitor, Progress
 from nbddp.worker.report import Reporter
 from nbddp.worker.resume import Resumed
 from nbddp.worker.saver import Every, Saver
-from nbddp.worker.telemetry import SAVE_DUE, SAVE_OK, STOP_ASKED, STOP_TIME, StepRecord, Telemetry
+from nbddp.worker.telemetry import STOP_ASKED, StepRecord, Telemetry
 from nbddp.worker.validate import Validation
 
 if TYPE_CHECKING:
@@ -44,15 +45,14 @@ class Training:
     def __init__(self, context: Context) -> None:
         config, plan, ranks = context.config, context.plan, context.ranks
         self._context, self._progress, self._monitor = context, Progress(), Monitor()
-        self._began = time.monotonic()
         self._reporter = Reporter(context.events, rank=ranks.rank, world_size=ranks.world_size)
-        self._telemetry = Telemetry(ranks, decide=self._decide, apply=self._reporter)
         self._saver = Saver(context)
+        self._decisions = Decisions(context, self._saver, self._progress)
+        self._telemetry = Telemetry(ranks, decide=self._decisions.decide, apply=self._reporter)
         self._compiler = Compiler(context)
         self._epoch_end = None if context.hooks.on_epoch_end is None else EpochEnd(context.hooks.on_epoch_end, ranks)
         self._validated_at = -1
         self._saved_as: tuple[int, ...] | None = None
-        self._due = self._old_enough = self._done = False
         self._values: dict[str, float] = {}
         self._val_names: list[str] | None = [] if context.val_data is None and config.val_split is None else ["val_loss"]
         self._lr = math.nan
@@ -112,7 +112,7 @@ class Training:
         if self._validation is not None and self._needs_names(stage):
             self._val_names = self._validation.probe(self._stage.updater.precision)
         if resumed is not None:
-            self._began -= resumed.elapsed_s
+            self._decisions.went_on_for(resumed.elapsed_s)
             resumed.restore(self._stage, progress, self._monitor, self._reporter)
             self._values = resumed.values
             if resumed.best is not None and self._monitor.best.value is not None:
@@ -197,7 +197,7 @@ class Training:
         if updated.applied:
             stage.scheduler.after_step()
         if updated.stop:
-            self._stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
+            self._decisions.stop("on_nan", f"step {progress.step}: the loss or a gradient is not finite; the weights are those before this step")
         before = time.perf_counter()
         self._telemetry.tick(record)
         self._aggregation_s = time.perf_counter() - before
@@ -236,30 +236,13 @@ class Training:
         step = self._progress.step
         better = self._val_every.at_step(step) and self._validate(counts=True)
         self._heed()
-        due = self._due or self._saver.at_step(step)
+        due = self._decisions.due or self._saver.at_step(step)
         if better or due:
             self._save(best=better, last=due)
 
     def _heed(self) -> None:
         """Take rank 0's decisions in."""
-        flags = self._telemetry.take()
-        self._due = self._due or bool(flags & SAVE_DUE)
-        self._old_enough = self._old_enough or bool(flags & SAVE_OK)
-        if self._done:
-            return
-        if flags & STOP_ASKED:
-            self._stop("asked", "stopped as asked")
-        elif flags & STOP_TIME:
-            self._stop("max_time", f"max_time of {self._context.config.max_time:g} s is over")
-
-    def _stop(self, reason: str, text: str) -> None:
-        """Leave after this step. What the user wishes goes before a limit of time, which still brings a validation."""
-        progress = self._progress
-        if progress.stopped or progress.reason == reason:
-            return
-        progress.reason, progress.stopped = reason, reason != "max_time"
-        if self._context.ranks.rank == 0:
-            self._context.events.emit("stopping", reason=reason, text=text, step=progress.step)
+        self._decisions.heed(self._telemetry.take())
 
     def _after_epoch(self, duration_s: float) -> None:
         """The end of an epoch, or of the part of one that a run ends with. A stop leaves the epoch open: its validation and checkpoint are still to come."""
@@ -276,7 +259,7 @@ class Training:
         wanted = regular or self._ends(whole=whole)
         better = wanted and self._validate(counts=regular)
         complete = not wanted or self._validation is None or self._validated_at == progress.step
-        self._done = complete and self._ends(whole=whole) and (self._over() or self._is_last())
+        self._decisions.settled = complete and self._ends(whole=whole) and (self._over() or self._is_last())
         self._heed()
         if not complete:
             return
@@ -295,7 +278,9 @@ class Training:
             self._context.message(f"stage {self._stage.stage.name} ends: {self._monitor.why}" if not self._is_last() else f"the run ends: {self._monitor.why}")
             if self._is_last() and progress.reason is None:
                 progress.reason = "patience"
-        due = self._due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._old_enough))
+        due = (
+            self._decisions.due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._decisions.old_enough))
+        )
         several = len(self._context.plan.stages) > 1 and ends and not self._over()
         if better or due or ends:
             self._save(best=better, last=due or ends, names=(f"stage-{progress.stage}",) if several else ())
@@ -370,7 +355,8 @@ class Training:
         value = self._monitor.last if self._monitor.judged_at == self._progress.step else None
         self._saver.save(self._state(), value=value, best=best, last=last, names=names, own=self._stage.own_state())
         if last:
-            self._saved_as, self._due, self._old_enough = self._now(), False, False
+            self._saved_as = self._now()
+            self._decisions.saved()
         self._phase("training")
 
     def _now(self) -> tuple[int, ...]:
@@ -405,7 +391,7 @@ class Training:
             "metrics": {},
             "early_stop": self._monitor.state(),
             "best": self._monitor.best.state(),
-            "elapsed_s": time.monotonic() - self._began,
+            "elapsed_s": self._decisions.elapsed_s,
         }
 
     def _end(self) -> None:
@@ -414,21 +400,6 @@ class Training:
         self._reporter.finish_log()
         if self._saved_as != self._now():
             self._save(best=False, last=True)
-
-    def _decide(self) -> int:
-        """Rank 0's decisions, which travel with its telemetry."""
-        self._saver.release_best()
-        flags = 0
-        if self._context.run_dir.asked() == "stop":
-            flags |= STOP_ASKED
-        limit = self._context.config.max_time
-        if limit is not None and time.monotonic() - self._began >= limit:
-            flags |= STOP_TIME
-        if self._saver.due():
-            flags |= SAVE_DUE
-        if self._saver.old_enough():
-            flags |= SAVE_OK
-        return flags
 
     def _phase(self, phase: str) -> None:
         self._context.position.phase = phase

@@ -65,13 +65,10 @@ class Updater:
         self._replica, self._optimizer = replica, optimizer
         self._position, self._accumulate = context.position, config.accumulate
         self._closure = needs_closure(optimizer)
-        self.precision = stage.plan.precision
-        if self._closure and self.precision == "fp16":
-            self.precision = "bf16"
-            name = type(optimizer).__name__
-            context.message(
-                f"precision=fp16 with {name} runs as bf16: its loss can't be scaled, since it searches along the values themselves", level="warning"
-            )
+        self.precision = precision_in_effect(stage, optimizer)
+        if self.precision != stage.plan.precision:
+            why = f"{type(optimizer).__name__} calls the step itself and compares the losses, which can't be scaled then"
+            context.message(f"precision={stage.plan.precision} runs as {self.precision}: {why}", level="warning")
         self._scaler = LossScaler(context.model.named_parameters(), self._ranks.device) if self.precision == "fp16" else None
         self._guard = Guard(config, context.model, replica.trainable, self._ranks, self._scaler)
         if self._closure and self._guard.refuses:

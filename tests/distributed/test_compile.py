@@ -55,4 +55,4 @@ def test_the_curve_is_the_eager_one(training, nproc):
     assert_alike(eager, compiled)
     np.testing.assert_allclose(compiled.history["largest"], eager.history["largest"], rtol=1e-4)
     np.testing.assert_allclose(compiled.epochs["val_loss"], eager.epochs["val_loss"], rtol=1e-4)
-    print([ (e.rank, e.kind, e.data) for e in compiled.events if e.kind in ("phase","message")])
+    print([(e.rank, e.kind, e.data) for e in compiled.events if e.kind in ("phase", "message")])

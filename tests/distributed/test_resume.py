@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from nbddp import Stage
-from support.ranks import RankError
+from nbddp.worker.errors import StepError
 
 pytestmark = pytest.mark.distributed
 
@@ -82,7 +82,21 @@ def assert_goes_on(whole, resumed, after):
     for rank, weights in enumerate(whole.weights):
         assert_same_bits(weights, resumed.weights[rank])
     ends = [torch.load(result.run.checkpoints / "last.pt", weights_only=True) for result in (whole, resumed)]
-    for part in ("optimizer", "scheduler", "scaler", "comm_hook", "rng", "sampler", "early_stop", "best", "epoch", "step", "epochs_done", "stage", "stage_step"):
+    for part in (
+        "optimizer",
+        "scheduler",
+        "scaler",
+        "comm_hook",
+        "rng",
+        "sampler",
+        "early_stop",
+        "best",
+        "epoch",
+        "step",
+        "epochs_done",
+        "stage",
+        "stage_step",
+    ):
         assert_equal(ends[0][part], ends[1][part], part)
     tail = whole.history["step"] > after
     assert tail.sum() > 0
@@ -267,5 +281,5 @@ def test_a_state_that_does_not_fit_the_hooks_optimizer_is_said(training):
     whole = run(training, 2, batch_size=16, optimizer="sgd")
     path = files(whole)[0]
     hook = {"optimizer": lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)}
-    with pytest.raises(RankError, match="the checkpoint's optimizer state does not fit the optimizer"):
+    with pytest.raises(StepError, match="the checkpoint's optimizer state does not fit the optimizer"):
         training(2, make, {"training_step": step, **hook}, resume=path, epochs=3, batch_size=16)

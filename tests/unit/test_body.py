@@ -8,6 +8,7 @@ import traceback
 import pytest
 
 from nbddp.errors import ConfigError
+from nbddp.kernel.request import HOOKS
 from support import shell as shells
 
 
@@ -86,9 +87,12 @@ def test_a_hook_that_is_deleted_again_is_none(shell):
     assert "neither loss nor training_step" in refused(shell, "%%ddp_train net train_set\nloss = loss\ndel loss")
 
 
-@pytest.mark.parametrize("name", ["sampler", "metrics", "stages", "on_epoch_end"])
-def test_later_hooks_are_refused(shell, name):
-    assert refused(shell, f"%%ddp_train net train_set\nloss = loss\n{name} = 1") == f"the hook {name} is not available yet: leave {name} out of the cell"
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook_reaches_the_request(shell, name):
+    given = "" if name in ("loss", "training_step") else "loss = loss\n"
+    request = shell.run(f"%%ddp_train net train_set\n{given}{name} = [lr0]")
+    assert request.hooks[name] == [0.5]
+    assert set(request.hooks) == {name, "loss"} if given else {name}
 
 
 def test_a_loss_of_the_notebook_is_hinted_at(shell):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from nbddp.kernel.figure import DPI, SIZE_IN, loss_figure, loss_png
-from nbddp.state import RunState
+from nbddp.state import RunState, StageRecord
 
 
 def state_of(train: list[float], val: list[float] = ()) -> RunState:  # type: ignore[assignment] # an empty tuple is an empty list here
@@ -83,6 +83,42 @@ def test_the_figure_is_the_users_to_change_and_displays_itself() -> None:
     png = figure._repr_png_()  # type: ignore[attr-defined] # the display hook of front ends
     assert coloured(png, BLUE) > 20
     assert loss_figure(RunState()).axes
+
+
+def staged(*stages: tuple[str, int], steps: int = 100) -> RunState:
+    state = state_of([1.0 + 0.1 * (step % 3) for step in range(steps)])
+    state.step = steps - 1
+    state.stages = [StageRecord(index, name, step) for index, (name, step) in enumerate(stages)]
+    return state
+
+
+def test_stages_are_named_and_every_other_one_is_shaded() -> None:
+    axes = loss_figure(staged(("head", 0), ("body", 30), ("all", 60))).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["head", "body", "all"]
+    spans = [patch.get_extents().transformed(axes.transData.inverted()) for patch in axes.patches]
+    assert [(round(span.x0), round(span.x1)) for span in spans] == [(30, 60)]
+    assert loss_png(staged(("head", 0), ("body", 30))) != loss_png(staged(("head", 0)))
+
+
+def test_a_run_of_one_stage_is_drawn_as_one_without() -> None:
+    axes = loss_figure(staged(("only", 0))).axes[0]
+    assert (len(axes.texts), len(axes.patches)) == (0, 0)
+
+
+def test_names_of_stages_stand_where_they_have_room() -> None:
+    axes = loss_figure(staged(("head", 0), ("short one", 40), ("the whole network", 45), ("empty", 99))).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["head", "the whole network"]
+    figure = axes.figure
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts] + [axes.get_legend().get_window_extent()]
+    assert not any(one.overlaps(other) for index, one in enumerate(boxes) for other in boxes[index + 1 :])
+
+
+@pytest.mark.parametrize("stages", [[("a", 5), ("b", 5)], [("a", 0), ("b", 500)], [("a", 50), ("b", 80)]])
+def test_stages_at_any_place_are_drawn(stages: list[tuple[str, int]]) -> None:
+    png = loss_png(staged(*stages))
+    assert png is not None
+    assert coloured(png, BLUE) > 20
 
 
 def test_nothing_of_the_users_matplotlib_is_touched() -> None:

@@ -27,11 +27,44 @@ def test_ranks_share_the_cores_unless_the_environment_says_otherwise(asked, thre
     assert plan.threads == threads
 
 
+def nvidia_smi(monkeypatch, folder, says):
+    """A program of that name that says so."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\nprintf '%s' '{says}'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    "says, names, bf16",
+    [
+        ("NVIDIA H100, 10, 9.0\nNVIDIA A100-SXM4-40GB, 10, 8.0\n", ("H100", "A100-SXM4-40GB"), True),
+        ("NVIDIA H100, 10, 9.0\nTesla V100-SXM2-16GB, 10, 7.0\n", ("H100", "Tesla V100-SXM2-16GB"), False),
+        ("Odd, name, 10, 8.6\nOdd, name, 10, 8.6\n", ("Odd, name", "Odd, name"), True),
+        ("NVIDIA H100, 10, [N/A]\nNVIDIA H100, 10, 9.0\n", ("H100", "H100"), False),
+        ("NVIDIA H100, 10, 9.0\n", ("H100", "H100"), True),
+        ("NVIDIA-SMI has failed\n", ("GPU", "GPU"), False),
+    ],
+)
+def test_gpus_have_names_and_compute_in_bf16_or_not(monkeypatch, tmp_path, says, names, bf16):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    nvidia_smi(monkeypatch, tmp_path, says)
+    found = this_machine()
+    assert (found.gpus, found.bf16) == (names, bf16)
+
+
+def test_where_nothing_tells_of_the_gpus_none_is_taken_for_new(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("PATH", "")
+    assert this_machine() == Machine(("GPU",), len(os.sched_getaffinity(0)), this_machine().threads, bf16=False)
+
+
 @pytest.fixture
-def two_gpus(monkeypatch):
+def two_gpus(monkeypatch, tmp_path):
     """A host with two GPUs, as far as torch and nvidia-smi say."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("nbddp.kernel.machine._query", lambda: [("H100", 10), ("H100", 40_000)])
+    nvidia_smi(monkeypatch, tmp_path, "NVIDIA H100, 10, 9.0\nNVIDIA H100, 40000, 9.0\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return Machine(("H100", "H100"), 8)
 
@@ -67,3 +100,4 @@ def test_memory_that_others_hold_is_a_warning(two_gpus, tmp_path):
 def test_gpus_have_their_names_and_are_the_default(two_gpus):
     assert this_machine().gpus == ("H100", "H100")
     assert gpu_plan(two_gpus, "auto").line().startswith("2 x H100 · 64 = 2 x 32 (default)")
+    assert make_plan(TrainConfig(), n_train=64, n_val=0, machine=this_machine()).stages[0].precision == "bf16"

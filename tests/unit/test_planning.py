@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 
@@ -11,16 +12,29 @@ from hypothesis import strategies as st
 
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
-from nbddp.planning import DEFAULT_LR, Machine, Plan, make_plan, nearest_multiples
+from nbddp.planning import DEFAULT_LR, Job, Machine, Plan, make_plan, nearest_multiples
+from nbddp.stage import STAGE_FIELDS, Stage, read_stages
 
-CPUS, GPUS = Machine((), 2), Machine(("H100", "H100", "H100", "H100"), 32)
+CPUS, GPUS = Machine((), 2), Machine(("H100", "H100", "H100", "H100"), 32, bf16=True)
+OLD_GPUS = Machine(("V100", "V100"), 8)
 
 
-ACCUMULATED = "4 x H100 · 2000 = 4 x 500 (in 2 micro-batches of 250) · 1 steps/epoch · lr 0.001 · fp32 (auto)"
+def plan(machine=CPUS, *, n_train=1000, n_val=0, job=None, stages=(), **options):
+    given = read_stages(stages) if stages else ()
+    return make_plan(TrainConfig(**options), n_train=n_train, n_val=n_val, machine=machine, job=job, stages=given)
 
 
-def plan(machine=CPUS, *, n_train=1000, n_val=0, has_optimizer=False, **options):
-    return make_plan(TrainConfig(**options), n_train=n_train, n_val=n_val, machine=machine, has_optimizer=has_optimizer)
+def stage(machine=CPUS, **options):
+    """The only stage of a run."""
+    made = plan(machine, **options)
+    assert len(made.stages) == 1
+    return made.stages[0]
+
+
+def refused(machine=CPUS, **options):
+    with pytest.raises(ConfigError) as caught:
+        plan(machine, **options)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +74,11 @@ def test_ranks_and_their_devices(machine, options, expected):
         (CPUS, {"n_train": 20}, "the training data has 20 samples, fewer than one batch of 32: --batch-size 20, or --drop-last false"),
         (CPUS, {"n_train": 20, "batch_size": 64, "nproc": 4}, "20 samples, fewer than one batch of 64: --batch-size 20 or less, or --drop-last false"),
         (CPUS, {"n_train": 3, "nproc": 4}, "3 samples, fewer than one batch of 128: --drop-last false$"),
-        (CPUS, {"monitor": "val_loss"}, "monitor=val_loss needs validation data: give --val or --val-split, or --monitor loss"),
-        (CPUS, {"monitor": "val_acc"}, "monitor=val_acc needs validation data"),
-        (CPUS, {"monitor": "acc", "n_val": 9}, "monitor=acc is not recorded: loss .* val_loss, or val_ and the name of a scalar"),
+        (
+            CPUS,
+            {"n_train": 20, "per_rank_batch_size": 16, "nproc": 2, "accumulate": 2},
+            "20 samples, fewer than one batch of 32: --per-rank-batch-size 10 or less, or --drop-last false",
+        ),
     ],
 )
 def test_what_does_not_add_up_is_refused_with_the_nearest_that_does(machine, options, message):
@@ -82,7 +98,8 @@ def test_what_does_not_add_up_is_refused_with_the_nearest_that_does(machine, opt
 )
 def test_batches(options, batch, per_rank, micro, default):
     made = plan(**options)
-    assert (made.batch_size, made.per_rank_batch_size, made.micro_batch_size, made.default_batch_size) == (batch, per_rank, micro, default)
+    only = made.stages[0]
+    assert (only.batch_size, only.per_rank_batch_size, only.micro_batch_size, only.default_batch_size) == (batch, per_rank, micro, default)
     assert made.val_batch_size == batch
 
 
@@ -102,12 +119,12 @@ def test_samples_steps_and_epochs_add_up(options, n_train, n_val, epochs, max_st
         assert n_train < options["batch_size"]
         assert "fewer than one batch" in str(error)  # noqa: PT017
         return
-    batch = options["batch_size"]
-    assert made.per_rank_batch_size * made.nproc == made.micro_batch_size * made.accumulate * made.nproc == batch
-    used = n_train - made.dropped
-    assert (made.steps_per_epoch - 1) * batch < used <= made.steps_per_epoch * batch
-    assert (made.dropped == 0) if not options["drop_last"] else (made.dropped < batch and used % batch == 0)
-    assert made.total_steps == min(epochs * made.steps_per_epoch, max_steps or 10**9)
+    batch, only = options["batch_size"], made.stages[0]
+    assert only.per_rank_batch_size * made.nproc == only.micro_batch_size * only.accumulate * made.nproc == only.batch_size == batch
+    used = n_train - only.dropped
+    assert (only.steps_per_epoch - 1) * batch < used <= only.steps_per_epoch * batch
+    assert (only.dropped == 0) if not options["drop_last"] else (only.dropped < batch and used % batch == 0)
+    assert made.total_steps == only.total_steps == min(epochs * only.steps_per_epoch, max_steps or 10**9)
     assert made.val_batch_size % made.nproc == 0
     assert made.threads >= 1
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
@@ -134,19 +151,63 @@ def test_the_nearest_multiples_are_the_nearest(value, unit):
 def test_the_first_limit_counts_and_without_epochs_they_are_unlimited(options, epochs, total):
     made = plan(**options)
     assert (made.epochs, made.total_steps) == (epochs, total)
+    assert made.stages[0].max_steps == made.max_steps == options.get("max_steps")
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adagrad", "rmsprop"])
-def test_the_default_rate_is_torchs_own(optimizer):
+@pytest.mark.parametrize(
+    "optimizer, cls", {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "lbfgs": "LBFGS"}.items()
+)
+def test_the_default_rate_is_torchs_own(optimizer, cls):
     import torch
 
-    classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
-    import inspect
+    assert stage(optimizer=optimizer).lr == DEFAULT_LR[optimizer] == inspect.signature(getattr(torch.optim, cls)).parameters["lr"].default
+    assert stage(optimizer=optimizer, lr=0.5).lr == 0.5
 
-    assert plan(optimizer=optimizer).lr == DEFAULT_LR[optimizer] == inspect.signature(classes[optimizer]).parameters["lr"].default
-    assert plan(optimizer=optimizer, lr=0.5).lr == 0.5
-    assert plan(has_optimizer=True).lr is None
-    assert " · optimizer hook · " in plan(has_optimizer=True).line()
+
+def test_a_hook_sets_its_own_rate():
+    made = plan(job=Job(has_optimizer=True))
+    assert made.stages[0].lr is None
+    assert " · optimizer hook · " in made.line()
+
+
+@pytest.mark.parametrize(
+    "options, lr, said",
+    [
+        ({"lr": 0.1, "batch_size": 512}, 0.1, "lr 0.1"),
+        ({"lr": 0.1, "batch_size": 512, "lr_scale": "linear", "base_batch_size": 128}, 0.4, "lr 0.4 (0.1 x 512/128)"),
+        ({"lr": 0.1, "batch_size": 512, "lr_scale": "sqrt", "base_batch_size": 128}, 0.2, "lr 0.2 (0.1 x sqrt 512/128)"),
+        ({"lr": 0.1, "batch_size": 64, "lr_scale": "linear", "base_batch_size": 128}, 0.05, "lr 0.05 (0.1 x 64/128)"),
+        ({"nproc": 2, "lr_scale": "linear", "base_batch_size": 32}, 0.002, "lr 0.002 (0.001 x 64/32)"),
+        ({"per_rank_batch_size": 64, "nproc": 2, "lr": 1, "lr_scale": "linear", "base_batch_size": 32}, 4.0, "lr 4 (1 x 128/32)"),
+        ({"lr": 0, "lr_scale": "linear", "base_batch_size": 32}, 0.0, "lr 0 (0 x 32/32)"),
+    ],
+)
+def test_the_rate_scales_with_the_batch_and_says_so(options, lr, said):
+    made = plan(**options)
+    assert made.stages[0].lr == pytest.approx(lr, rel=1e-15)
+    assert said in made.line().split(" · ")
+
+
+@pytest.mark.parametrize(
+    "machine, options, precision, default",
+    [
+        (CPUS, {}, "fp32", True),
+        (GPUS, {}, "bf16", True),
+        (OLD_GPUS, {}, "fp32", True),
+        (GPUS, {"devices": "cpu"}, "fp32", True),
+        (GPUS, {"job": Job(float64=True)}, "fp32", True),
+        (CPUS, {"precision": "bf16"}, "bf16", False),
+        (CPUS, {"precision": "fp16"}, "fp16", False),
+        (GPUS, {"precision": "fp32"}, "fp32", False),
+        (CPUS, {"precision": "fp16", "optimizer": "lbfgs"}, "bf16", False),
+        (CPUS, {"precision": "fp16", "job": Job(has_optimizer=True)}, "fp16", False),
+        (CPUS, {"precision": "bf16", "job": Job(float64=True)}, "bf16", False),
+    ],
+)
+def test_the_precision_in_effect_is_told(machine, options, precision, default):
+    made = plan(machine, **options)
+    assert (made.stages[0].precision, made.stages[0].default_precision) == (precision, default)
+    assert (f"{precision} (auto)" if default else precision) in made.line().split(" · ")
 
 
 @pytest.mark.parametrize(
@@ -162,10 +223,36 @@ def test_the_default_rate_is_torchs_own(optimizer):
         (CPUS, {"val_every": 2}, "val_every has no effect without validation data: --val or --val-split"),
         (CPUS, {"val_batch_size": 32}, "val_batch_size has no effect without validation data"),
         (CPUS, {"pin_memory": True}, "pin_memory has no effect for ranks on the CPU"),
+        (CPUS, {"cudnn_benchmark": True}, "cudnn_benchmark has no effect for ranks on the CPU"),
+        (CPUS, {"compile_mode": "max-autotune"}, "compile_mode has no effect without --compile"),
+        (CPUS, {"compile_cache_dir": "/tmp/x"}, "compile_cache_dir has no effect without --compile"),
+        (CPUS, {"compile_timeout_s": 60}, "compile_timeout_s has no effect without --compile"),
+        (CPUS, {"grad_compression": "bf16"}, "grad_compression has no effect on one rank"),
+        (CPUS, {"find_unused_parameters": True}, "find_unused_parameters has no effect on one rank"),
+        (CPUS, {"static_graph": True}, "static_graph has no effect on one rank"),
+        (CPUS, {"bucket_cap_mb": 5}, "bucket_cap_mb has no effect on one rank"),
+        (CPUS, {"gradient_as_bucket_view": True}, "gradient_as_bucket_view has no effect on one rank"),
+        (CPUS, {"precision": "bf16", "job": Job(float64=True)}, "precision=bf16 changes nothing in a float64 model: autocast leaves float64 alone"),
+        (CPUS, {"precision": "fp16", "optimizer": "lbfgs"}, "precision=fp16 with lbfgs runs as bf16: its loss can't be scaled within a line search"),
+        (GPUS, {"matmul_precision": "high"}, "matmul_precision changes little under bf16, whose matrix products are not in float32"),
     ],
 )
 def test_warnings(machine, options, warning):
-    assert any(text.startswith(warning) for text in plan(machine, **options).warnings)
+    assert len([text for text in plan(machine, **options).warnings if text.startswith(warning)]) == 1
+
+
+@pytest.mark.parametrize(
+    "machine, options, word",
+    [
+        (CPUS, {"compile": True, "compile_mode": "max-autotune", "compile_cache_dir": "/tmp/x", "compile_timeout_s": 60}, "compile"),
+        (CPUS, {"nproc": 2, "grad_compression": "bf16", "static_graph": True, "bucket_cap_mb": 5}, "effect"),
+        (GPUS, {"cudnn_benchmark": False, "pin_memory": True}, "effect"),
+        (GPUS, {"matmul_precision": "high", "precision": "fp32"}, "matmul_precision"),
+        (CPUS, {"matmul_precision": "high"}, "matmul_precision"),
+    ],
+)
+def test_options_that_have_an_effect_are_not_warned_of(machine, options, word):
+    assert not [text for text in plan(machine, **options).warnings if word in text]
 
 
 def test_an_ordinary_run_has_no_warnings():
@@ -180,11 +267,70 @@ def test_an_ordinary_run_has_no_warnings():
         ({"n_val": 9}, "val_loss"),
         ({"n_val": 9, "monitor": "loss"}, "loss"),
         ({"n_val": 9, "monitor": "val_acc"}, "val_acc"),
+        ({"n_val": 9, "monitor": "acc"}, "acc"),
         ({"monitor": "loss"}, "loss"),
+        ({"monitor": "loss", "patience": 3}, "loss"),
+        ({"n_val": 9, "patience": 3}, "val_loss"),
+        ({"n_val": 9, "monitor": "val_acc", "job": Job(recorded=("loss", "val_loss", "val_acc"))}, "val_acc"),
     ],
 )
 def test_what_is_monitored(options, monitor):
-    assert plan(**options).monitor == monitor
+    assert stage(**options).monitor == monitor
+
+
+RECORDED = Job(recorded=("loss", "val_loss", "val_acc"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"patience": 3}, "patience=3 needs validation data (--val or --val-split), or a value of the training to watch: --monitor loss"),
+        ({"monitor": "val_loss"}, "monitor=val_loss needs validation data: give --val or --val-split, or --monitor loss"),
+        ({"monitor": "val_acc", "patience": 3}, "monitor=val_acc needs validation data: give --val or --val-split, or --monitor loss"),
+        (
+            {"n_val": 9, "monitor": "val_ac", "job": RECORDED},
+            "monitor=val_ac is not recorded; recorded are loss, val_loss, val_acc. Did you mean val_acc?",
+        ),
+        ({"n_val": 9, "monitor": "zzz", "job": RECORDED}, "monitor=zzz is not recorded; recorded are loss, val_loss, val_acc."),
+        ({"monitor": "acc", "job": Job(recorded=("loss",))}, "monitor=acc is not recorded; recorded are loss."),
+    ],
+)
+def test_a_value_that_nothing_records_is_refused(options, message):
+    assert refused(**options) == message
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"warmup_steps": 32}, "warmup_steps=32 is longer than the 31 steps there are: use less, or train longer"),
+        ({"warmup_steps": 100, "epochs": 3}, "warmup_steps=100 is longer than the 93 steps there are: use less, or train longer"),
+        ({"warmup_steps": 9, "max_steps": 8}, "warmup_steps=9 is longer than the 8 steps there are: use less, or train longer"),
+        (
+            {"schedule": "cosine", "max_time": 60},
+            "schedule=cosine ends at a step that is not known: give epochs or max_steps, beside the limit of the run",
+        ),
+        (
+            {"schedule": "linear", "max_time": 60},
+            "schedule=linear ends at a step that is not known: give epochs or max_steps, beside the limit of the run",
+        ),
+    ],
+)
+def test_a_schedule_has_room_and_an_end(options, message):
+    assert refused(**options) == message
+
+
+@pytest.mark.parametrize(
+    "options, total",
+    [
+        ({"warmup_steps": 31}, 31),
+        ({"warmup_steps": 5, "max_time": 60}, None),
+        ({"schedule": "plateau", "max_time": 60}, None),
+        ({"schedule": "cosine", "max_time": 60, "epochs": 2}, 62),
+        ({"schedule": "cosine", "max_time": 60, "max_steps": 7}, 7),
+    ],
+)
+def test_schedules_that_fit(options, total):
+    assert stage(**options).total_steps == total
 
 
 @pytest.mark.parametrize(
@@ -194,17 +340,172 @@ def test_what_is_monitored(options, monitor):
         (CPUS, {"batch_size": 100, "precision": "fp32"}, "1 x CPU rank · 100 = 1 x 100 · 10 steps/epoch · lr 0.001 · fp32"),
         (
             GPUS,
-            {"accumulate": 2, "batch_size": 128, "has_optimizer": True},
-            "4 x H100 · 128 = 4 x 32 (in 2 micro-batches of 16) · 7 steps/epoch, 104 samples dropped · optimizer hook · fp32 (auto)",
+            {"accumulate": 2, "batch_size": 128, "job": Job(has_optimizer=True)},
+            "4 x H100 · 128 = 4 x 32 (in 2 micro-batches of 16) · 7 steps/epoch, 104 samples dropped · optimizer hook · bf16 (auto)",
+        ),
+        (
+            CPUS,
+            {"batch_size": 999, "compile": True, "precision": "fp16"},
+            "1 x CPU rank · 999 = 1 x 999 · 1 step/epoch, 1 sample dropped · lr 0.001 · fp16 · compiled",
         ),
     ],
 )
 def test_the_plan_line(machine, options, line):
-    assert plan(machine, **options).line() == line
-    assert plan(machine, **options).line("", "data 1 GiB") == line + " · data 1 GiB"
+    made = plan(machine, **options)
+    assert made.line() == line
+    assert made.line("", "data 1 GiB") == line + " · data 1 GiB"
+    assert made.stage_lines() == []
 
 
 def test_threads_share_the_cores():
     assert plan(Machine((), 16), nproc=4).threads == 4
     assert plan(Machine((), 2), nproc=3).threads == 1
     assert plan(Machine((), 16, threads=3), nproc=4).threads == 3
+
+
+# -- stages
+
+
+def test_each_stage_has_a_plan_of_its_own():
+    stages = [
+        Stage("head", freeze="backbone.*", epochs=3, lr=0.1, freeze_batch_norm=True),
+        Stage(train_only=["a.*", "b.*"], max_steps=7, batch_size=100, accumulate=2, precision="bf16", optimizer="sgd"),
+        Stage("all", optimizer=len, monitor="loss", compile=True),
+    ]
+    made = plan(stages=stages, nproc=2, lr=0.01, n_val=50)
+    head, middle, last = made.stages
+    assert [(each.index, each.name) for each in made.stages] == [(0, "head"), (1, "1"), (2, "all")]
+    assert (head.epochs, head.max_steps, head.total_steps, head.lr, head.batch_size, head.precision) == (3, None, 45, 0.1, 64, "fp32")
+    assert (middle.epochs, middle.max_steps, middle.total_steps, middle.lr, middle.batch_size, middle.precision) == (None, 7, 7, 0.01, 100, "bf16")
+    assert (middle.per_rank_batch_size, middle.micro_batch_size, middle.accumulate) == (50, 25, 2)
+    assert (last.epochs, last.total_steps, last.lr, last.compile) == (1, 15, None, True)
+    assert [each.monitor for each in made.stages] == ["val_loss", "val_loss", "loss"]
+    assert (made.epochs, made.total_steps, made.max_steps) == (None, 67, None)
+    assert made.line("data 1 KiB") == "2 x CPU ranks · 3 stages · 67 steps · data 1 KiB"
+    assert made.stage_lines() == [
+        "stage head: 3 epochs · 64 = 2 x 32 (default) · 15 steps/epoch, 40 samples dropped · lr 0.1 · fp32 (auto) · freezes backbone.* and holds BatchNorm",
+        "stage 1: 7 steps · 100 = 2 x 50 (in 2 micro-batches of 25) · 10 steps/epoch · lr 0.01 · bf16 · trains a.*, b.* only",
+        "stage all: 1 epoch · 64 = 2 x 32 (default) · 15 steps/epoch, 40 samples dropped · optimizer hook · fp32 (auto) · compiled",
+    ]
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_one_stage_alone_is_told_in_the_plan_line():
+    made = plan(stages=[Stage("head", freeze="backbone.*", epochs=3)])
+    assert made.line().endswith(" · lr 0.001 · fp32 (auto) · freezes backbone.*")
+    assert made.stage_lines() == []
+    assert (made.epochs, made.total_steps) == (3, 93)
+
+
+@pytest.mark.parametrize(
+    "options, stages, epochs, totals, total",
+    [
+        ({}, [Stage(), Stage(epochs=2)], [1, 2], [31, 62], 93),
+        ({"epochs": 3}, [Stage(), Stage(epochs=2)], [3, 2], [93, 62], 155),
+        ({"epochs": 3, "max_steps": 100}, [Stage(), Stage(epochs=2)], [3, 2], [93, 62], 100),
+        ({"epochs": 3, "max_time": 60}, [Stage(), Stage(max_steps=5)], [3, 3], [93, 5], 98),
+        ({"max_steps": 100}, [Stage(epochs=2), Stage()], [2, None], [62, None], 100),
+        ({"max_time": 60}, [Stage(max_steps=5), Stage()], [None, None], [5, None], None),
+        ({"max_time": 60}, [Stage(max_steps=500, epochs=2), Stage(epochs=1)], [2, 1], [62, 31], 93),
+        ({"max_steps": 20}, [Stage()], [None], [None], 20),
+    ],
+)
+def test_limits_of_the_run_and_of_its_stages(options, stages, epochs, totals, total):
+    made = plan(stages=stages, **options)
+    assert [each.epochs for each in made.stages] == epochs
+    assert [each.total_steps for each in made.stages] == totals
+    assert (made.total_steps, made.max_steps) == (total, options.get("max_steps"))
+
+
+@pytest.mark.parametrize(
+    "options, stages, message",
+    [
+        ({"nproc": 3}, [Stage(), Stage("b", batch_size=100)], "stage b: batch_size=100 is the global batch and must divide by 3 ranks: use 99 or 102"),
+        ({"drop_last": False}, [Stage(), Stage(compile=True)], "stage 1: compile=True with drop_last=False: the last batch of an epoch has another shape and "),
+        ({}, [Stage(lr_scale="linear"), Stage()], "stage 0: lr_scale=linear needs base_batch_size, the batch that lr was tuned for: --base-batch-size 256"),
+        ({}, [Stage("a", optimizer="lbfgs", fused=True)], "stage a: fused=True: lbfgs has no fused kernels; adam, adamw, adagrad, sgd have"),
+        ({"on_nan": "skip"}, [Stage("a", optimizer="lbfgs")], "stage a: on_nan=skip can't undo a step of lbfgs"),
+        ({}, [Stage("a", warmup_steps=40)], "stage a: warmup_steps=40 is longer than the 31 steps there are: use less, or train longer"),
+        ({"max_steps": 5, "epochs": 1}, [Stage("a", warmup_steps=6)], "stage a: warmup_steps=6 is longer than the 5 steps there are"),
+        ({}, [Stage("a", patience=2)], "stage a: patience=2 needs validation data (--val or --val-split), or a value of the training to watch"),
+        ({"patience": 2}, [Stage("a", monitor="loss"), Stage()], "stage 1: patience=2 needs validation data"),
+        ({"n_val": 9, "job": RECORDED}, [Stage("a", monitor="val_auc")], "stage a: monitor=val_auc is not recorded; recorded are loss, val_loss, val_acc."),
+        (
+            {"max_steps": 100},
+            [Stage("a"), Stage("b")],
+            "stage a: nothing ends it but the end of the run, and stages follow it: give it epochs or max_steps",
+        ),
+        ({"max_time": 60}, [Stage("a", epochs=1), Stage("b", schedule="cosine")], "stage b: schedule=cosine ends at a step that is not known"),
+        ({"n_train": 20}, [Stage("a", batch_size=10), Stage("b", batch_size=40)], "stage b: the training data has 20 samples, fewer than one batch of 40"),
+    ],
+)
+def test_what_does_not_add_up_in_a_stage_is_refused_by_its_name(options, stages, message):
+    said = refused(stages=stages, **options)
+    assert said.startswith(message)
+    assert said.count("stage ") == message.count("stage "), "the name once"
+
+
+@pytest.mark.parametrize(
+    "options, stages, warning",
+    [
+        ({"lr": 0.1}, [Stage(lr=1), Stage(optimizer=len)], "lr of the run has no effect: every stage has its own"),
+        ({"epochs": 2, "batch_size": 64}, [Stage(epochs=1, per_rank_batch_size=64)], "batch_size, epochs of the run have no effect: every stage has its own"),
+        ({"warmup_steps": 3}, [Stage(scheduler=len)], "warmup_steps of the run has no effect: every stage has its own"),
+        ({"max_steps": 31}, [Stage("a", epochs=1), Stage("b")], "max_steps=31 ends the run in stage a: stage b is not reached"),
+        ({"epochs": 1, "max_steps": 40}, [Stage("a"), Stage("b"), Stage("c")], "max_steps=40 ends the run in stage b: stage c is not reached"),
+        ({"nproc": 2}, [Stage(batch_size=64), Stage(batch_size=8)], "4 samples per rank: same steps as on one rank plus all-reduce; raise --batch-size"),
+        ({"nproc": 1}, [Stage(), Stage(grad_compression="fp16")], "grad_compression has no effect on one rank"),
+        ({}, [Stage(), Stage(precision="fp16", optimizer="lbfgs")], "precision=fp16 with lbfgs runs as bf16"),
+    ],
+)
+def test_warnings_of_stages(options, stages, warning):
+    assert len([text for text in plan(stages=stages, **options).warnings if text.startswith(warning)]) == 1
+
+
+def test_ordinary_stages_have_no_warnings():
+    stages = [Stage("head", freeze="a.*", lr=0.1, epochs=1), Stage("all", batch_size=128)]
+    assert plan(stages=stages, nproc=2, batch_size=64, n_val=100, lr=0.01, epochs=2, max_steps=40).warnings == ()
+    assert plan(stages=[Stage(compile=True), Stage()], compile_mode="max-autotune").warnings == ()
+
+
+def test_the_optimizer_of_a_stage_goes_before_the_hook_of_the_run():
+    job = Job(has_optimizer=True)
+    made = plan(job=job, stages=[Stage(), Stage(optimizer="sgd"), Stage(optimizer=len), Stage(optimizer="lbfgs", precision="fp16")])
+    assert [each.lr for each in made.stages] == [None, 0.001, None, 1.0]
+    assert made.stages[3].precision == "bf16"
+
+
+VALUES = {
+    "batch_size": [32, 64],
+    "accumulate": [1, 2],
+    "epochs": [1, 5],
+    "max_steps": [3, 100],
+    "drop_last": [True, False],
+    "lr": [0.1],
+    "optimizer": ["sgd", "adamw"],
+    "warmup_steps": [0, 2],
+    "precision": ["auto", "bf16", "fp16", "fp32"],
+    "grad_compression": ["fp16"],
+    "patience": [1],
+    "monitor": ["loss", "val_loss"],
+}
+of_stage = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in VALUES.items()})
+
+
+@given(of_stage, st.lists(of_stage, max_size=4), st.integers(1, 4), st.integers(64, 400))
+def test_stages_of_all_kinds_add_up_and_survive_being_written_down(base, stages, nproc, n_train):
+    assert set(VALUES) <= set(STAGE_FIELDS)
+    try:
+        made = plan(n_train=n_train, n_val=32, nproc=nproc, stages=[Stage(**options) for options in stages], **base)
+    except ConfigError as error:
+        said = str(error)
+        assert any(words in said for words in ("must divide by", "nothing ends it", "warmup_steps=2 is longer", "fewer than one batch"))
+        return
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert len(made.stages) == len(stages) or not stages
+    known = [each.total_steps for each in made.stages]
+    by_stages = None if None in known else sum(known)
+    assert made.total_steps == min([steps for steps in (by_stages, base.get("max_steps")) if steps is not None], default=None)
+    for each in made.stages:
+        assert each.micro_batch_size * each.accumulate * nproc == each.batch_size
+        assert each.steps_per_epoch * each.batch_size + each.dropped >= n_train

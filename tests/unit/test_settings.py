@@ -76,7 +76,7 @@ stages:
         ("stages: [3]\n", "stages[0]=3 must be a mapping"),
         ("stages: [{1: 2}]\n", "stages[0]={1: 2} must be a mapping"),
         ("stages: [{epochs: 1}, {epochs: many}]\n", "stages[1]: Stage: epochs='many' must be a valid integer"),
-        ("stages: [{name: a, freez: x}]\n", "stages[0]: Stage 'a': freez is not an option"),
+        ("stages: [{name: a, freez: x}]\n", "a: freez is not an option"),
         ("stages: [{nproc: 2}]\n", "stages[0]: Stage: nproc is an option of the whole run"),
         ("stages: [{scheduler: cosine}]\n", "stages[0]: Stage: scheduler"),
         ("stages: [{name: a}, {name: a}]\n", "two stages are called a"),

@@ -9,7 +9,7 @@ import pytest
 
 from nbddp.events import Event, EventReader
 from nbddp.kernel.follow import fold_all
-from nbddp.state import CURVE_POINTS, EPOCHS, PHASES, Curve, RunState
+from nbddp.state import CURVE_POINTS, EPOCHS, PHASES, Curve, RunState, StageRecord
 from support.fake_run import FakeRun, finished
 
 if TYPE_CHECKING:
@@ -141,6 +141,39 @@ def test_checkpoints_replace_their_namesakes_and_what_they_removed() -> None:
     assert [(entry["name"], entry["epoch"]) for entry in state.checkpoints] == [("last", 3), ("epoch-0003", 3), ("best", 2)]
     assert state.best is not None
     assert state.best["value"] == 0.5
+
+
+def test_stages_are_known_from_their_beginning_on() -> None:
+    state = RunState()
+    state.fold(event("stage", stage=0, name="head", step=0, trainable=10, lr=0.1, precision="bf16"))
+    state.fold(steps_event(1, 10))
+    state.fold(event("stage", stage=1, name="all", step=10, lr=None, precision="fp32"))
+    assert state.stages == [StageRecord(0, "head", 0, "bf16", 0.1), StageRecord(1, "all", 10, "fp32", None)]
+    assert state.stage == 1
+    snapshot = state.snapshot()
+    state.fold(event("stage", stage=2, name="more", step=20))
+    assert [stage.name for stage in state.stages] == ["head", "all", "more"]
+    assert [stage.name for stage in snapshot.stages] == ["head", "all"]
+
+
+def test_what_is_reported_belongs_to_its_epoch() -> None:
+    state = RunState()
+    state.fold(event("epoch", epoch=1, step=10, stage=0, loss=1.0, duration_s=1.0, values={"acc": 0.5}))
+    state.fold(event("validation", epoch=1, step=10, values={"val_loss": 2.0}))
+    state.fold(event("reported", epoch=1, step=10, values={"score": 7, "gap": "nan"}))
+    values = state.epochs[-1].values
+    assert (values["acc"], values["val_loss"], values["score"]) == (0.5, 2.0, 7.0)
+    assert math.isnan(values["gap"])
+    assert set(state.lowest) == {"loss", "acc", "val_loss", "score"}
+    assert state.validated == {"val_loss": 2.0}
+
+
+def test_steps_that_the_loss_scaler_skipped_are_counted() -> None:
+    state = RunState()
+    columns = steps_event(1, 3).data
+    state.fold(event("steps", **columns))
+    state.fold(event("steps", **{**columns, "overflow": [1, 0, 1]}))
+    assert state.overflows == 2
 
 
 def test_kinds_that_are_not_known_change_nothing() -> None:

@@ -47,7 +47,7 @@ def test_the_summary_of_the_result_is_used(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     spec = run.run_dir.read_spec()
     assert spec is not None
-    run.run_dir.write_spec({**spec, "plan": {"monitor": "val_loss"}})
+    run.run_dir.write_spec({**spec, "plan": {"stages": [{"monitor": "val_loss"}]}})
     summary = {"step": 77, "epoch": 7, "loss": "nan", "val_loss": 0.4, "best": {"value": 0.31, "epoch": 5, "step": 50}}
     run.end("stopped", summary=summary)
     entry = read_entry(run.run_dir)
