@@ -70,7 +70,7 @@ class ResumePoint:
     @property
     def line(self) -> str:
         """What is resumed, for the plan line: ``resumes run k3f9 (digits), epoch 3, step 120, last.pt``."""
-        stage = self.facts.get("stage_name") or "0"
+        stage = self.facts["stage_name"] or "0"
         at = f"epoch {self.facts['epoch']}, step {self.facts['step']}" + ("" if stage == "0" else f", stage {stage}")
         file = self.path.name if self.run is not None else str(self.path)
         return f"resumes run {self.tail} ({self.name}), {at}, {file}"
@@ -102,7 +102,7 @@ def find(resume: str, *, root: Path, name: str | None, model: nn.Module) -> Resu
     if resume == "last":
         run, notes = _latest(root, name, type(model).__name__)
     elif path.is_file():
-        return _point(path.resolve(), checkpoint.read_resumable(path), _run_of(path.resolve()), model, [])
+        return _point(path.resolve(), checkpoint.read_resumable(path, verify=True), _run_of(path.resolve()), model, [])
     elif path.is_dir() and not (path / "spec.json").is_file():
         message = f"resume={resume} is a folder without spec.json, not a run directory: give last, a run, a run directory or a checkpoint file"
         raise ConfigError(message)
@@ -121,7 +121,7 @@ def _point(path: Path, content: dict[str, Any], run: RunDir | None, model: nn.Mo
         shown = "\n  ".join(problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []))
         message = f"{path} does not fit {type(model).__name__}, so that nothing can go on from it:\n  {shown}"
         raise CheckpointError(message)
-    if (bad := checkpoint.non_finite(state)) is not None:
+    if (bad := checkpoint.non_finite({name: state[name] for name, _ in model.named_parameters()})) is not None:  # a mask among the buffers may hold -inf
         better = [file for file, other in ([] if run is None else _complete(run)) if file != path and other.get("finite")]
         remedy = f"; {better[0].name} is: --resume {better[0]}" if better else ""
         message = f"{path} is not finite ({bad}), and training does not recover from that{remedy}"
@@ -204,11 +204,11 @@ def _newest(run: RunDir) -> tuple[Path, dict[str, Any], list[str]]:
     """last.pt, or where it can't be read the newest checkpoint that can."""
     last = run.checkpoints / "last.pt"
     try:
-        return last, checkpoint.read_resumable(last), []
+        return last, checkpoint.read_resumable(last, verify=True), []
     except CheckpointError as error:
         problem = str(error) if last.is_file() else "it has no last.pt"
-    for path, content in _complete(run):
-        return path, content, [f"run {run.id.rsplit('-', 1)[-1]} goes on from {path.name}, its newest complete checkpoint: {problem}"]
+    if (found := checkpoint.newest_complete(run.checkpoints, exclude=(last,))) is not None:
+        return *found, [f"run {run.id.rsplit('-', 1)[-1]} goes on from {found[0].name}, its newest complete checkpoint: {problem}"]
     why = "it ended before its first one" if not _files(run) else f"{problem}; no other file of it is complete"
     message = f"run {run.id} has no checkpoint to go on from: {why}"
     raise CheckpointError(message)

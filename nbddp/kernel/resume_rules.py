@@ -93,7 +93,7 @@ def _give_way(carried: dict[str, Any], over: Mapping[str, object]) -> None:
 
 def _reached(point: ResumePoint, carried: Mapping[str, Any]) -> list[str]:
     """The limits of a run without stages that its checkpoint has reached."""
-    if "stage_name" in point.facts and int(point.facts["stage"]) > 0:
+    if int(point.facts["stage"]) > 0:
         return []
     at = {"epochs": point.facts["epochs_done"], "max_steps": point.facts["step"], "max_time": point.facts["elapsed_s"]}
     return [name for name in LENGTHS if carried.get(name) is not None and at[name] >= carried[name]]
@@ -165,7 +165,8 @@ def check(point: ResumePoint, config: TrainConfig, plan: Plan, *, stages: Sequen
 
 
 def _check_stages(point: ResumePoint, plan: Plan, stages: Sequence[Stage]) -> list[str]:
-    index, name = int(point.facts["stage"]), str(point.facts.get("stage_name", "0"))
+    index = int(point.facts["stage"])
+    name = str(point.facts["stage_name"] or index)
     names = [stage_name(stage, number) for number, stage in enumerate(stages)]
     called = f"stage {name}" if name == str(index) else f"stage {name}, number {index + 1} of its run"
     if index >= len(plan.stages):

@@ -13,11 +13,9 @@ from nbddp.worker.update import Updater, precision_in_effect
 from nbddp.worker.wrap import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbddp.sampler import GlobalSampler
     from nbddp.worker.compiling import Compiler
     from nbddp.worker.context import Context, RankStage
+    from nbddp.worker.feed import Feed
     from nbddp.worker.freeze import Freezer
 
 
@@ -30,8 +28,7 @@ class ActiveStage:
         stage: RankStage,
         freezer: Freezer,
         compiler: Compiler,
-        sampler: GlobalSampler | None,
-        first_batch: Callable[[Shares], Any],
+        feed: Feed,
     ) -> None:
         config, plan, ranks, hooks = stage.config, stage.plan, context.ranks, context.hooks
         self.stage = stage
@@ -47,11 +44,11 @@ class ActiveStage:
             shuffle=config.shuffle,
             seed=config.seed,
             stage=stage.index,
-            sampler=sampler,
+            sampler=feed.sampler,
         )
         module = StepModule(context.model, hooks.training_step, hooks.training_name)
         self.optimizer = make_optimizer(context.model, config, lr=plan.lr, hook=stage.optimizer)
-        compiler.compile(stage, module, precision_in_effect(stage, self.optimizer), lambda: first_batch(self.shares))
+        compiler.compile(stage, module, precision_in_effect(stage, self.optimizer), lambda: feed.first_batch(self.shares))
         self.replica = Replica(module, stage, ranks)
         self.scheduler = Scheduler(self.optimizer, config, stage.scheduler, total_steps=plan.total_steps)
         self.updater = Updater(context, stage, self.replica, self.optimizer)

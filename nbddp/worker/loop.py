@@ -6,28 +6,24 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from nbddp.data import Batches, LoaderOptions, Part, make_fetch, split_indices
-from nbddp.sampler import GlobalSampler
 from nbddp.worker import rng
 from nbddp.worker.active import ActiveStage
 from nbddp.worker.compiling import Compiler
 from nbddp.worker.decisions import Decisions
 from nbddp.worker.epoch_end import EpochEnd
 from nbddp.worker.errors import StepError
+from nbddp.worker.feed import Feed
 from nbddp.worker.freeze import Freezer
 from nbddp.worker.progress import Monitor, Progress
 from nbddp.worker.report import Reporter
 from nbddp.worker.resume import Resumed
 from nbddp.worker.saver import Every, Saver
 from nbddp.worker.telemetry import STOP_ASKED, StepRecord, Telemetry
-from nbddp.worker.validate import Validation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbddp.data import Epoch, Shares
+    from nbddp.data import Epoch
     from nbddp.worker.context import Context, RankStage
 
 WARMUP_STEPS = 3
@@ -43,7 +39,7 @@ class Training:
     """A run on one rank. All ranks make the same calls that communicate, in the same order."""
 
     def __init__(self, context: Context) -> None:
-        config, plan, ranks = context.config, context.plan, context.ranks
+        ranks = context.ranks
         self._context, self._progress, self._monitor = context, Progress(), Monitor()
         self._reporter = Reporter(context.events, rank=ranks.rank, world_size=ranks.world_size)
         self._saver = Saver(context)
@@ -54,24 +50,11 @@ class Training:
         self._validated_at = -1
         self._saved_as: tuple[int, ...] | None = None
         self._values: dict[str, float] = {}
-        self._val_names: list[str] | None = [] if context.val_data is None and config.val_split is None else ["val_loss"]
         self._lr = math.nan
         self._open = False
-        train_data, val_data = context.train_data, context.val_data
-        if config.val_split is not None:
-            train_indices, val_indices = split_indices(len(train_data), config.val_split, config.seed)
-            train_data, val_data = Part(train_data, train_indices), Part(train_data, val_indices)
-        options = LoaderOptions(
-            num_workers=plan.workers_per_rank,
-            prefetch_factor=config.prefetch_factor,
-            persistent=config.persistent_workers,
-            pin_memory=ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory and torch.cuda.is_available(),
-            worker_init_fn=context.hooks.worker_init_fn,
-        )
-        sampler = context.hooks.sampler
-        self._sampler = None if sampler is None else GlobalSampler(sampler, train_data, seed=config.seed)
-        self._batches = Batches(make_fetch(train_data, context.hooks.collate_fn), options, ranks.device)
-        self._validation = Validation(context, val_data, options) if val_data is not None and plan.n_val else None
+        self._feed = Feed.of(context)
+        self._validation = self._feed.validation
+        self._val_names: list[str] | None = [] if self._validation is None else ["val_loss"]
 
     def run(self) -> Progress:
         context, progress = self._context, self._progress
@@ -93,9 +76,7 @@ class Training:
             self._saver.give_up()
             raise
         finally:
-            self._batches.close()
-            if self._validation is not None:
-                self._validation.close()
+            self._feed.close()
         self._saver.close()
         return progress
 
@@ -106,7 +87,7 @@ class Training:
         progress = self._progress
         progress.enter_stage(stage.index)
         self._monitor.enter(stage)
-        self._stage = ActiveStage(self._context, stage, self._freezer, self._compiler, self._sampler, self._first_batch)
+        self._stage = ActiveStage(self._context, stage, self._freezer, self._compiler, self._feed)
         self._val_every = Every.parse(stage.config.val_every)
         self._reporter.begin_stage(samples_per_epoch=self._context.plan.n_train - stage.plan.dropped, on_nan=stage.config.on_nan)
         if self._validation is not None and self._needs_names(stage):
@@ -126,14 +107,6 @@ class Training:
     def _needs_names(self, stage: RankStage) -> bool:
         """Whether it matters before the first validation what it will record."""
         return bool(self._context.hooks.metrics) or stage.plan.monitor not in ("loss", "val_loss")
-
-    def _first_batch(self, shares: Shares) -> Any:
-        """A micro-batch as steps will get it, for the compiler; the random streams are left as they were."""
-        with rng.preserved(self._context.ranks.device):
-            batches = self._batches.epoch(shares.epoch(1))
-            batch, _ = next(batches)
-            batches.close()
-        return batch
 
     def _over(self) -> bool:
         """Whether the run ends here, and not just the stage."""
@@ -161,7 +134,7 @@ class Training:
         progress, position = self._progress, self._context.position
         position.epoch, began = progress.epoch, time.monotonic()
         self._epoch_steps = progress.epoch_step + self._stage.shares.steps_left(progress.epoch_samples)
-        batches = self._batches.epoch(self._stage.shares.epoch(progress.epoch, start=progress.epoch_samples))
+        batches = self._feed.batches.epoch(self._stage.shares.epoch(progress.epoch, start=progress.epoch_samples))
         self._aggregation_s = 0.0
         while not self._epoch_over():
             self._step(batches)

@@ -101,6 +101,8 @@ def values_of(event: Event) -> Iterator[tuple[int, dict[str, float]]]:
     elif event.kind == "epoch":
         values = {"loss": data["loss"], "duration_s": data["duration_s"], **data.get("values", {})}
         yield data["step"], {f"epoch/{name}": float(value) for name, value in values.items()}
+    elif event.kind == "reported":
+        yield data["step"], {f"epoch/{name}": float(value) for name, value in data["values"].items()}
     elif event.kind == "validation":
         yield data["step"], {f"val/{name.removeprefix('val_')}": float(value) for name, value in data["values"].items()}
 

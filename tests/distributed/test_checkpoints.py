@@ -68,12 +68,15 @@ def test_a_checkpoint_holds_all_of_the_schema_as_plain_types(training, ranks):
     content = load(result, "last")
     assert set(content) == {
         *("format", "version", "run", "versions", "config", "precision", "matmul_precision", "world_size"),
-        *("model", "optimizer", "scheduler", "scaler", "comm_hook", "rng", "stage", "epoch", "step", "epochs_done", "sampler"),
-        *("epoch_sums", "values", "metrics", "early_stop", "best", "value", "finite", "pause_s"),
+        *("model", "optimizer", "lr", "scheduler", "scaler", "comm_hook", "rng"),
+        *("stage", "stage_name", "stage_step", "stage_epochs_done", "epoch", "step", "epochs_done", "sampler"),
+        *("epoch_sums", "values", "metrics", "early_stop", "best", "value", "finite", "elapsed_s", "pause_s"),
     }
+    checkpoint.read_resumable(result.run.checkpoints / "last.pt", verify=True)
     assert (content["format"], content["version"], content["run"]) == ("nbddp.checkpoint", 1, result.run.id)
     assert (content["stage"], content["epoch"], content["step"], content["epochs_done"], content["world_size"]) == (0, 2, 8, 2, 2)
-    assert content["sampler"] == {"seed": 0, "stage": 0, "epoch": 2, "step": 4}
+    assert (content["stage_step"], content["stage_epochs_done"], content["comm_hook"], content["scaler"]) == (8, 2, [None, None], None)
+    assert content["sampler"] == {"seed": 0, "stage": 0, "epoch": 2, "step": 4, "samples": 32, "n": 32}
     assert content["config"] == {"batch_size": 8, "epochs": 2, "lr": 0.1, "name": "x"}
     assert (content["precision"], content["matmul_precision"], content["finite"]) == ("fp32", "highest", True)
     assert content["values"] == {"val_loss": pytest.approx(result.epochs["val_loss"][-1], rel=1e-12)}
@@ -125,8 +128,7 @@ def test_the_random_streams_of_every_rank_are_in_it(training, ranks):
     assert len(content["rng"]) == 3
     drawn = ranks(3, next_draws, content["rng"])
     assert len({str(draw) for draw in drawn}) == 3
-    # The validation at the end draws too, on every rank as often as it has batches: six of them.
-    assert drawn != ranks(3, streams)
+    assert drawn == ranks(3, streams), "those that the next step would draw from"
 
 
 def test_initial_weights_are_those_that_were_bundled(training):
@@ -227,16 +229,19 @@ def test_a_decision_that_falls_into_a_validation_is_not_lost(training):
 # -- the best
 
 
-def values(*per_epoch, scalar="loss"):
-    """A validation that gives these values, one per epoch."""
-    calls = []
+def values(*per_epoch, scalar="loss", step=mse):
+    """A validation that gives these values, one per epoch of four steps."""
+    steps = []
+
+    def training_step(model, batch):
+        steps.append(1)
+        return step(model, batch)
 
     def validation_step(model, batch):
-        calls.append(1)
         loss = mse(model, batch).detach() * 0
-        return {"loss": loss, scalar: loss + per_epoch[len(calls) - 1]}
+        return {"loss": loss, scalar: loss + per_epoch[max(0, len(steps) // 4 - 1)]}
 
-    return {"validation_step": validation_step}
+    return {"training_step": training_step, "validation_step": validation_step}
 
 
 @pytest.mark.parametrize(
@@ -257,6 +262,7 @@ def test_the_best_is_by_the_monitored_value(training, given, options, epoch):
     content = load(result, "best")
     assert (content["epoch"], content["value"]) == (epoch, given[epoch - 1])
     assert content["best"] == {
+        "name": "val_loss",
         "value": content["value"],
         "epoch": epoch,
         "step": 4 * epoch,
@@ -284,7 +290,7 @@ def test_the_best_of_quick_epochs_is_written_with_the_first_and_at_the_end(train
 
 
 def test_the_best_is_released_while_training_goes_on(training):
-    hooks = {"training_step": slow, **values(*[3.0] * 100)}
+    hooks = values(*[3.0] * 100, step=slow)
     result = run(training, 2, with_clocks(at_most_s=0.2), hooks, epochs=25, val_batch_size=32, checkpoint_every="1000 epochs")
     events = [(event.data["name"], event.data["step"], event.time) for event in result.of_kind("checkpoint")]
     (best,) = [event for event in events if event[0] == "best"]
@@ -308,7 +314,7 @@ def test_the_best_that_was_held_back_survives_a_failure(training):
     original = training._ranks
     training._ranks = lambda nproc, function, path, *rest, **options: (setattr(Kept, "run", path), original(nproc, function, path, *rest, **options))[1]
     with pytest.raises(ArithmeticError):
-        run(training, 2, hooks={"training_step": step, **values(2.0, 3.0, 4.0)}, epochs=3, val_batch_size=32)
+        run(training, 2, hooks=values(2.0, 3.0, 4.0, step=step), epochs=3, val_batch_size=32)
     content = torch.load(f"{Kept.run}/checkpoints/best.pt", weights_only=True)
     assert content["epoch"] == 1
 

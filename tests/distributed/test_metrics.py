@@ -501,3 +501,40 @@ def exchange(rank, n):
 
 def test_tensors_of_any_number_shape_and_dtype_are_gathered(ranks):
     assert ranks(3, exchange, 3) == [True, True, True]
+
+
+# -- on a GPU
+
+
+def on_a_gpu(rank, n, metrics, make):
+    import torch.distributed as dist
+
+    from nbddp.worker.group import Ranks
+    from nbddp.worker.metrics import Metrics
+
+    device = torch.device("cuda", 0)
+    ranks = Ranks(rank, n, rank, device, "gloo", dist.new_group(backend="gloo"))
+    net, _, data = make()
+    net.to(device).eval()
+    measured = Metrics(metrics, ranks, pytest.fail)
+    measured.reset()
+    mine = torch.arange(rank, len(data), n)
+    if len(mine):
+        x, y = (tensor[mine].to(device) for tensor in data.tensors)
+        with torch.no_grad():
+            measured.update(net(x), y, len(mine), "loss")
+    return measured.compute()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_val", [17, 1])
+@pytest.mark.filterwarnings("ignore")
+def test_states_on_a_gpu_are_merged_over_ranks(ranks, hooks_without_l1, n_val):
+    """Three ranks that share a device: states travel by the CPU and go back."""
+    metrics = {**hooks_without_l1, **torch_metrics()}
+    del metrics["foreign"]  # reduces a state on the CPU by itself
+    one, three = (ranks(n, on_a_gpu, n, metrics, make(n_val)) for n in (1, 3))
+    for rank in three:
+        assert rank == three[0]
+    for name, value in one[0].items():
+        assert three[0][name] == pytest.approx(value, rel=1e-6, nan_ok=True), name

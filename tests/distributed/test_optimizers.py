@@ -33,7 +33,7 @@ def train(training, nproc, *, hooks=None, **options):
     return training(nproc, make, {"loss": mse, **(hooks or {})}, **{"epochs": EPOCHS, "batch_size": BATCH, **options})
 
 
-def alone(optimizer_of, *, clip_norm=None, scheduler_of=None, batch=BATCH, epochs=EPOCHS):
+def alone(optimizer_of, *, scheduler_of=None, batch=BATCH, epochs=EPOCHS):
     """Plain torch in one process, each step with the whole batch."""
     net, data, _ = make()
     optimizer = optimizer_of(net)
@@ -47,8 +47,6 @@ def alone(optimizer_of, *, clip_norm=None, scheduler_of=None, batch=BATCH, epoch
                 optimizer.zero_grad()
                 loss = mse(net(x), y)
                 loss.backward()
-                if clip_norm is not None:
-                    nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
                 return loss
 
             losses.append(optimizer.step(closure).item())
@@ -108,15 +106,15 @@ def test_lbfgs_with_a_line_search_by_hook(training, nproc):
     assert_lower(result)
 
 
-def test_lbfgs_with_accumulation_clipping_and_a_schedule(training):
+def test_lbfgs_with_accumulation_and_a_schedule(training):
     def halving(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     def plain(net):
         return torch.optim.LBFGS(net.parameters(), lr=0.1)
 
-    result = train(training, 2, optimizer="lbfgs", lr=0.1, accumulate=3, clip_norm=0.1, hooks={"scheduler": halving}, **WHOLE)
-    assert_same(result, *alone(plain, clip_norm=0.1, scheduler_of=halving, batch=N, epochs=6), rtol=CLOSE)
+    result = train(training, 2, optimizer="lbfgs", lr=0.1, accumulate=3, hooks={"scheduler": halving}, **WHOLE)
+    assert_same(result, *alone(plain, scheduler_of=halving, batch=N, epochs=6), rtol=CLOSE)
     np.testing.assert_allclose(result.history["lr"], 0.1 * 0.5 ** np.arange(6))
 
 

@@ -65,6 +65,7 @@ class Tracked:
         for step in range(first, first + steps, 3):
             self.events.emit("steps", **columns(list(range(step, step + 3))))
         self.events.emit("epoch", epoch=1, step=first + steps - 1, stage=0, loss=0.25, values={"score": 7.0}, duration_s=1.5)
+        self.events.emit("reported", epoch=1, step=first + steps - 1, stage=0, values={"size": 3})
         self.events.emit("validation", epoch=1, step=first + steps - 1, stage=0, values={"val_loss": 0.5, "val_accuracy": math.nan})
 
     def finish(self, *, stopped=False, reason=None):
@@ -126,6 +127,7 @@ def test_both_record_every_value_at_its_step(tracked, tmp_path):
         "time/forward_s": {3: 0.002, 6: 0.005, 9: 0.008, 12: 0.011},
         "throughput/samples_per_s": dict.fromkeys([3, 6, 9, 12], 30),
         "epoch/loss": dict.fromkeys([6, 12], 0.25),
+        "epoch/size": dict.fromkeys([6, 12], 3),
         "epoch/score": dict.fromkeys([6, 12], 7),
         "epoch/duration_s": dict.fromkeys([6, 12], 1.5),
         "val/loss": dict.fromkeys([6, 12], 0.5),

@@ -32,11 +32,11 @@ class WandbFile:
 
 def read_wandb_file(path: Path) -> WandbFile:
     """Read a ``run-*.wandb`` file."""
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto import wandb_internal_pb2 as proto
 
-    read = WandbFile()
+    read, record_type = WandbFile(), vars(proto)["Record"]  # made when it is imported, which mypy can't see
     for payload in _records(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(payload)
+        record = record_type.FromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             read.run = record.run

@@ -293,7 +293,7 @@ def test_a_whole_fraction_leaves_nothing_to_validate_on(read_text):
 
 @pytest.mark.parametrize("text", ["lr: 0.1\n", TRAINER, "local: {}\n", "training: {stage_0: {epochs: 1}}\n", "training: {stage_0: {freeze_rb_layer: false}}\n"])
 def test_a_pattern_for_a_key_that_is_not_there(read_text, text):
-    with pytest.raises(ConfigError, match="freeze_rb_layer is given in the call, and .*: leave it out"):
+    with pytest.raises(ConfigError, match=r"freeze_rb_layer is given in the call, and .*: leave it out"):
         read_text(text, freeze_rb_layer="rb.*")
 
 

@@ -252,6 +252,26 @@ def test_weights_that_are_not_finite(runs):
         find(runs)
 
 
+def test_a_buffer_may_hold_infinities(runs):
+    masked = Net()
+    masked.register_buffer("mask", torch.full((2,), float("-inf")))
+    runs.add(model=masked, finite=False)
+    assert find(runs, model=masked).facts["step"] == 30
+
+
+def test_bytes_that_went_wrong_on_the_disk_are_noticed(runs):
+    run = runs.add()
+    last = run.checkpoints / "last.pt"
+    data = bytearray(last.read_bytes())
+    place = bytes(data).index(torch.load(last, weights_only=True)["model"]["weight"].numpy().tobytes())
+    data[place] ^= 1
+    last.write_bytes(data)
+    write(run.checkpoints / "epoch-0002.pt", epoch=2, step=20)
+    assert find(runs).path.name == "epoch-0002.pt"
+    with pytest.raises(CheckpointError, match=r"last\.pt"):
+        find(runs, last)
+
+
 # -- the best
 
 

@@ -37,7 +37,7 @@ def test_gpus_alone_are_devices(file):
 def test_a_mapping_is_read_like_a_file():
     assert read({"num_epochs": 3, "stages": [{"lr": 0.1}]}).config.epochs == 3
     assert read({"trainer": {"config": {"epochs": 3}}}).notes[0].startswith("config: not given there")
-    with pytest.raises(ConfigError, match="^local=3 must be a mapping"):
+    with pytest.raises(ConfigError, match=r"^local=3 must be a mapping"):
         read({"local": 3})
 
 
@@ -135,7 +135,7 @@ def test_a_file_gives_way_to_hooks(file):
 
 
 def test_a_wrong_option_of_the_line_is_not_the_files(file):
-    with pytest.raises(ConfigError, match="^epochs='many'"):
+    with pytest.raises(ConfigError, match=r"^epochs='many'"):
         read(file("lr: 1\n"), over={"epochs": "many"})
 
 
