@@ -261,6 +261,7 @@ def _steps(state: RunState, event: Event) -> None:
     for step, loss in zip(steps, losses, strict=True):
         state.train_curve.add(float(step), loss)
         state.nonfinite_steps += not math.isfinite(loss)
+    state.recompiles = columns.get("recompiles", state.recompiles)
     state.overflows += sum(columns.get("overflow", ()))
     warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
     # A report may be of one step, the first of an epoch: it counts by its number of steps.

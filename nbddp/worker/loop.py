@@ -95,7 +95,7 @@ class Training:
         if resumed is not None:
             self._decisions.went_on_for(resumed.elapsed_s)
             resumed.restore(self._stage, progress, self._monitor, self._reporter)
-            self._values = resumed.values
+            self._values, self._validated_at = resumed.values, resumed.validated_at
             if resumed.best is not None and self._monitor.best.value is not None:
                 self._saver.adopt_best(resumed.best)
         if self._context.ranks.rank == 0:
@@ -136,6 +136,8 @@ class Training:
         self._epoch_steps = progress.epoch_step + self._stage.shares.steps_left(progress.epoch_samples)
         batches = self._feed.batches.epoch(self._stage.shares.epoch(progress.epoch, start=progress.epoch_samples))
         self._aggregation_s = 0.0
+        if progress.epoch_step and not self._epoch_over():  # gone on from a checkpoint: where the run was stopped, this was still to come
+            self._between()
         while not self._epoch_over():
             self._step(batches)
             if not self._epoch_over():
@@ -167,6 +169,7 @@ class Training:
             times=updated.times,
             aggregation_s=self._aggregation_s,
         )
+        self._reporter.recompiles = self._compiler.recompiles
         if updated.applied:
             stage.scheduler.after_step()
         if updated.stop:
@@ -247,6 +250,7 @@ class Training:
         """The checkpoint that is due after an epoch, or after the last step of a stage."""
         progress = self._progress
         ends = self._stage_over() or progress.stage_epochs_done == self._stage.stage.plan.epochs
+        several = len(self._context.plan.stages) > 1 and ends and not self._over()
         if self._monitor.exhausted:
             self._context.message(f"stage {self._stage.stage.name} ends: {self._monitor.why}" if not self._is_last() else f"the run ends: {self._monitor.why}")
             if self._is_last() and progress.reason is None:
@@ -254,7 +258,6 @@ class Training:
         due = (
             self._decisions.due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._decisions.old_enough))
         )
-        several = len(self._context.plan.stages) > 1 and ends and not self._over()
         if better or due or ends:
             self._save(best=better, last=due or ends, names=(f"stage-{progress.stage}",) if several else ())
 
@@ -362,7 +365,7 @@ class Training:
             "epoch_sums": self._reporter.means.state(),
             "values": dict(self._values),
             "metrics": {},
-            "early_stop": self._monitor.state(),
+            "early_stop": {**self._monitor.state(), "validated_at": self._validated_at},
             "best": self._monitor.best.state(),
             "elapsed_s": self._decisions.elapsed_s,
         }

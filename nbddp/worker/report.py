@@ -59,6 +59,7 @@ class Reporter:
         self._events, self._rank, self._world_size = events, rank, world_size
         self._samples_per_epoch, self._on_nan = 0, "warn"
         self.names: tuple[str, ...] = ()
+        self.recompiles = 0
         self.means = EpochMeans()
         self._last_time = time.monotonic()
         self._last_log = 0.0
@@ -118,6 +119,7 @@ class Reporter:
             "wait_s": _rounded(own.max(axis=0) - own.min(axis=0)),
             "slowest_rank": slowest.tolist(),
             "overflow": [int(record.overflow) for record in records],
+            "recompiles": self.recompiles,
             "scalars": {name: scalars[:, index].tolist() for index, name in enumerate(self.names)},
             "ranks": [
                 {

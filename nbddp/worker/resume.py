@@ -28,7 +28,7 @@ class Resumed:
     def __init__(self, context: Context, content: dict[str, Any]) -> None:
         self._context, self._content = context, content
         self.stage, self.elapsed_s = int(content["stage"]), float(content["elapsed_s"])
-        self.values = dict(content["values"])
+        self.values, self.validated_at = dict(content["values"]), int(content["early_stop"]["validated_at"])
         best = context.spec.get("resume_best")
         self.best = None if best is None else Path(best)
 

@@ -59,8 +59,8 @@ def decayed(optimizer):
 EVERY_THREE = {"checkpoint_every": "3 steps", "keep_last": 99, "epochs": 3, "lr": 0.01}
 
 
-def run(training, nproc, *, hooks=None, make=make, resume=None, timeout=110, **options):
-    return training(nproc, make, {"training_step": step, **(hooks or {})}, resume=resume, timeout=timeout, **{**EVERY_THREE, **options})
+def run(training, nproc, *, hooks=None, make=make, resume=None, ask=None, timeout=110, **options):
+    return training(nproc, make, {"training_step": step, **(hooks or {})}, resume=resume, ask=ask, timeout=timeout, **{**EVERY_THREE, **options})
 
 
 def files(result):
@@ -176,6 +176,17 @@ def test_where_a_run_was_stopped_or_reached_its_limit_does_not_show(training):
     part = run(training, 2, max_steps=7, **options)
     assert at(part.run.checkpoints / "last.pt") == 7
     assert_goes_on_but_for_best(whole, run(training, 2, resume=part.run.checkpoints / "last.pt", **options), 7)
+
+
+def test_what_was_to_come_after_the_step_of_a_stop_comes_when_it_goes_on(training):
+    options = {"batch_size": 16, "val_every": "1 step", "patience": 99, "checkpoint_every": 1}
+    whole = run(training, 2, **options)
+    part = run(training, 2, ask="stop", **options)
+    path = part.run.checkpoints / "last.pt"
+    stopped_at = at(path)
+    assert 1 <= stopped_at < 7
+    assert part.progress[0][2:] == (True, "asked")
+    assert_goes_on(whole, run(training, 2, resume=path, **options), stopped_at)
 
 
 def assert_goes_on_but_for_best(whole, resumed, after):
