@@ -66,7 +66,9 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         message = f"{path} holds a {type(content).__name__}, not a checkpoint or a state dict"
         raise CheckpointError(message)
     if content.get("format") == FORMAT and content.get("version") != VERSION:
-        message = f"{path} has version {content.get('version')} of the schema; this nbddp reads version {VERSION}"
+        version = content.get("version")
+        remedy = ": update nbddp" if isinstance(version, int) and version > VERSION else ""
+        message = f"{path} has version {version!r} of the schema; this nbddp reads version {VERSION}{remedy}"
         raise CheckpointError(message)
     return content
 

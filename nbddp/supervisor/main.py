@@ -98,7 +98,7 @@ def _run_group(
         raise ValueError(message)
     plan = spec["plan"]
     group = Group(Job(entry, order.run_dir, _environment(order, plan["threads"])), run_id=run.id, nproc=plan["nproc"])
-    watch = Watch(run, order, group, signals, fork_server, hang_after_s=TrainConfig(**spec["config"]).hang_after_s)
+    watch = Watch(run, order, group, signals, fork_server, TrainConfig(**spec["config"]))
     watch.start()
     try:
         result = group.run()

@@ -19,6 +19,7 @@ from nbddp.supervisor.hang import HangWatch, culprit
 from nbddp.supervisor.memory import MemoryWatch
 
 if TYPE_CHECKING:
+    from nbddp.config import TrainConfig
     from nbddp.launch.order import Order
     from nbddp.process import ProcessId
     from nbddp.rundir import RunDir
@@ -47,14 +48,14 @@ Cause = Literal["failure", "terminated", "kernel", "hang", "teardown", "fork ser
 class Watch(threading.Thread):
     """Start it before `Group.run` and `close` it after; then ask for its `outcome`."""
 
-    def __init__(self, run: RunDir, order: Order, group: Group, signals: Signals, fork_server: ProcessId, *, hang_after_s: float) -> None:
+    def __init__(self, run: RunDir, order: Order, group: Group, signals: Signals, fork_server: ProcessId, config: TrainConfig) -> None:
         super().__init__(name="watch", daemon=True)
         self.progress = Progress()
         self.crash: BaseException | None = None
         self._run_dir, self._order, self._group, self._signals, self._fork_server = run, order, group, signals, fork_server
         self._reader = EventReader(run.events)
         now = time.monotonic()
-        self._hang = HangWatch(hang_after_s, now)
+        self._hang = HangWatch(config.hang_after_s, now, compile_timeout_s=config.compile_timeout_s)
         self._memory = MemoryWatch()
         self._closed = threading.Event()
         self._gone: dict[int, float] = {}
@@ -153,7 +154,8 @@ class Watch(threading.Thread):
             self._next_memory = now + _MEMORY_EVERY_S
             self._memory.sample({rank: process.pid for rank, process in processes.items()})
         self._watch_ranks(processes, now)
-        if self._cause is None and self._hang.tick(now, moved=moved, first_step=self.progress.first_step):
+        compiling = any(row.phase == "compiling" for row in self.progress.ranks.values())
+        if self._cause is None and self._hang.tick(now, moved=moved, first_step=self.progress.first_step, compiling=compiling):
             self._hung(now)
         if self._cause is not None:
             self._press(processes, now)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 LATE_S = 5.0
 """A rank that has run out of time says so itself; the others give it this long."""
+MOST_HELPERS = 8
+"""Processes of the compiler, for each rank: torch's own default of 32 is meant for one rank."""
 _POLL_S = 0.05
 _phases = itertools.count()
 
@@ -83,10 +85,10 @@ class Compiler:
 
     def _rehearse(self, stage: RankStage, module: StepModule, precision: str, first_batch: Callable[[], Any]) -> None:
         """One micro-batch forward and backward, as in a step but without the other ranks."""
-        ranks = self._context.ranks
+        ranks, batch = self._context.ranks, first_batch()
         buckets = _cut_for(stage.config.bucket_cap_mb) if ranks.world_size > 1 else contextlib.nullcontext()
         with buckets, autocast_context(precision, ranks.device):
-            loss = module(first_batch())
+            loss = module(batch)
         module.results.clear()
         try:
             loss.backward()
@@ -111,9 +113,10 @@ class Compiler:
         import torch._inductor.config as inductor  # here, since it takes a second that runs without compile need not wait for
 
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-            inductor.compile_threads = context.plan.threads  # with one, as on small machines, no processes are started for it
+            inductor.compile_threads = min(context.plan.threads, MOST_HELPERS)  # with one, as on small machines, no processes are started for it
         torch._dynamo.config.automatic_dynamic_local_pgo = False  # or a run would compile other code than the one before it
-        torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]  # the reasons, in the rank's log
+        if "TORCH_LOGS" not in os.environ:
+            torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]  # the reasons, in the rank's log
 
     def _phase(self, *, inside: bool) -> None:
         self._in_phase = inside

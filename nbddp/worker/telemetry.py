@@ -45,10 +45,10 @@ class StepRecord:
     samples: int
     warmup: bool
     applied: bool
-    overflow: bool
     sums: Sequence[torch.Tensor | float]
     times: StepTimes
     aggregation_s: float
+    overflow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

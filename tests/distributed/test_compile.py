@@ -286,7 +286,7 @@ def failure_of(ranks, step, **options):
 
         try:
             train_rank(rank, path, make, hooks, options, {})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as the worker does
             return failure_record(error, {}, "")
         return None
 

@@ -17,6 +17,18 @@ def training_step(model, batch):
     return {"loss": F.cross_entropy(output, y), "accuracy": (output.argmax(1) == y).float().mean()}
 """
 
+KILLED = """
+def training_step(model, batch):
+    if rank() == 0 and list(Path("nbddp_runs").glob("*-killed-*/wandb/*/*.wandb")):
+        os.kill(os.getpid(), 9)
+    return step(model, batch)
+"""
+WITHOUT = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "tensorboard" else find(name)
+"""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def example(shared_kernel):
@@ -57,6 +69,16 @@ def test_they_have_what_the_history_has(nb):
     assert nb.eval("run.state") == "finished"
 
 
+def test_a_resumed_run_goes_on_with_its_step_numbers(nb):
+    nb.run(f"%%ddp_train net samples -n 2 --batch-size 64 --epochs 1 --name going --tensorboard boards{BODY}", check=True)
+    first = run_folders(nb)[-1]
+    nb.run(f"%%ddp_train net samples -n 2 --batch-size 64 --epochs 2 --name going --tensorboard boards --resume last{BODY}", check=True)
+    second = run_folders(nb)[-1]
+    steps = [[scalar.step for scalar in board_of(nb.folder / "boards", folder).Scalars("train/loss")] for folder in (first, second)]
+    assert steps == [list(range(1, 9)), list(range(9, 17))]
+    assert first.name in board_of(nb.folder / "boards", second).Tensors("run")[0].tensor_proto.string_val[0].decode()
+
+
 def test_one_that_fails_changes_nothing(nb):
     fake = nb.folder / "elsewhere"
     fake.mkdir()
@@ -69,18 +91,14 @@ def test_one_that_fails_changes_nothing(nb):
 
 
 def test_a_killed_rank_leaves_none_behind(nb):
-    code = "def training_step(model, batch):\n    if rank() == 0 and list(Path('nbddp_runs').glob('*-killed-*/wandb/*/*.wandb')): os.kill(os.getpid(), 9)\n    return step(model, batch)"
-    cell = nb.run(f"%%ddp_train net samples -n 2 --batch-size 64 --max-time 60 --name killed --wandb project=p\n{code}")
+    cell = nb.run(f"%%ddp_train net samples -n 2 --batch-size 64 --max-time 60 --name killed --wandb project=p{KILLED}")
     assert cell.error.ename == "WorkerLost"
     assert "rank 0 was killed by signal 9" in cell.error.traceback
 
 
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(nb):
     runs = run_folders(nb)
-    nb.run(
-        "import importlib.util\nfind = importlib.util.find_spec\nimportlib.util.find_spec = lambda name: None if name == 'tensorboard' else find(name)",
-        check=True,
-    )
+    nb.run(WITHOUT, check=True)
     cell = nb.run(f"%%ddp_train net samples --tensorboard boards{BODY}")
     nb.run("importlib.util.find_spec = find", check=True)
     assert (cell.error.ename, cell.error.evalue) == ("ConfigError", "--tensorboard: the package tensorboard is not installed: pip install 'nbddp[trackers]'")

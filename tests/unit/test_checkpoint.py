@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbddp import checkpoint
-from nbddp.checkpoint import CheckpointError, check_plain, clear_unfinished, link, load_checkpoint, model_state, non_finite, plain, read, state_of, write
+from nbddp.checkpoint import check_plain, clear_unfinished, link, load_checkpoint, model_state, non_finite, plain, read, write
+from nbddp.errors import CheckpointError
 
 
 def save(path, model, **content):
@@ -263,71 +263,6 @@ def test_a_run_and_its_directory_stand_for_their_last_checkpoint(tmp_path):
 
 def test_a_model_without_any_state_has_a_checkpoint_too(tmp_path):
     assert dict(load_checkpoint(save(tmp_path / "x.pt", nn.Identity()))) == {}
-
-
-# -- files that are not what they should be
-
-
-def test_a_missing_file_lists_what_is_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*/x\.pt$"):
-        read(tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*/nowhere/x\.pt$"):
-        read(tmp_path / "nowhere" / "x.pt")
-    for name in ("b", "a"):
-        save(tmp_path / f"{name}.pt", nn.Linear(1, 1))
-    with pytest.raises(CheckpointError, match=rf"no checkpoint .*/x\.pt; {tmp_path} has a\.pt, b\.pt"):
-        read(tmp_path / "x.pt")
-
-
-@pytest.mark.parametrize("keep", [0, 1, 10, 500, -1, -30])
-def test_a_truncated_file_is_incomplete(tmp_path, keep):
-    path = save(tmp_path / "x.pt", nn.Linear(20, 20))
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"x\.pt (is not a complete checkpoint|can't be read)"):
-        read(path)
-
-
-@pytest.mark.parametrize("content", [b"a text\n", b"\x80\x04.", b"PK\x03\x04", b"\x00" * 100], ids=repr)
-def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
-    (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"x\.pt"):
-        read(tmp_path / "x.pt")
-
-
-def test_a_folder_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
-        read(tmp_path)
-
-
-class Foreign:
-    pass
-
-
-def test_pickled_objects_need_weights_only_false(tmp_path):
-    torch.save({"model": nn.Linear(1, 1).state_dict(), "args": Foreign()}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="it holds pickled objects beside tensors; weights_only=False runs them, for files that you trust"):
-        read(tmp_path / "x.pt")
-
-
-@pytest.mark.parametrize(
-    "content, what", [([1, 2], "holds a list"), ({"a": 1, "b": 2}, "holds no state dict of a model: keys a, b"), ({3: torch.ones(1)}, "keys 3")]
-)
-def test_a_file_without_a_state_dict_says_what_it_holds(tmp_path, content, what):
-    torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=what):
-        load_checkpoint(tmp_path / "x.pt")
-
-
-def test_another_version_of_the_schema_is_refused(tmp_path):
-    torch.save({"format": checkpoint.FORMAT, "version": 99, "model": {}}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="has version 99 of the schema; this nbddp reads version 1"):
-        read(tmp_path / "x.pt")
-
-
-def test_a_checkpoint_of_ours_without_a_model_is_refused(tmp_path):
-    write(tmp_path / "x.pt", {"step": 3})
-    with pytest.raises(CheckpointError, match="holds no state dict"):
-        state_of(read(tmp_path / "x.pt"), tmp_path / "x.pt")
 
 
 # -- writing

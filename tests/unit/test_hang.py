@@ -124,3 +124,26 @@ def test_the_result_of_a_run() -> None:
     result = progress.result("stopped", None, 1.5)
     assert result.pop("summary") == {"step": 3, "epoch": 2, "loss": None, "best": None}
     assert result == expected
+
+
+def compile_for(watch: HangWatch, now: float, seconds: float) -> tuple[bool, float]:
+    hung, until = False, now + seconds
+    while now < until:
+        now += 0.5
+        hung = hung or watch.tick(now, moved=False, first_step=True, compiling=True)
+    return hung, now
+
+
+def test_a_rank_that_compiles_has_the_time_that_it_was_given() -> None:
+    watch = HangWatch(2.0, now=0.0, compile_timeout_s=100.0)
+    hung, now = compile_for(watch, 0.0, 160.0)
+    assert not hung
+    assert watch.tick(now + 0.5, moved=False, first_step=True, compiling=True)  # it should have ended itself
+
+
+def test_the_time_of_compiling_is_no_measure_for_steps() -> None:
+    watch = HangWatch(2.0, now=0.0, compile_timeout_s=100.0)
+    watch.tick(0.5, moved=True, first_step=True)
+    _, now = compile_for(watch, 0.5, 60.0)
+    assert not watch.tick(now, moved=True, first_step=True)
+    assert hung_after(watch, now) == 2.5

@@ -36,9 +36,11 @@ def test_the_warning_names_layers_and_samples(count, per_rank, words):
     assert ("which is small" in warning) == (per_rank < 16)
 
 
-def test_fp32_changes_nothing_and_the_rest_comes_later():
-    context = autocast_context("fp32", torch.device("cpu"))
-    assert isinstance(context, contextlib.nullcontext)
-    for precision in ("bf16", "fp16"):
-        with pytest.raises(ValueError, match=f"precision={precision} on cpu is not available yet: fp32"):
-            autocast_context(precision, torch.device("cpu"))
+def test_fp32_changes_nothing_and_the_others_cast_float32_alone():
+    x = torch.ones(2, 2)
+    assert isinstance(autocast_context("fp32", torch.device("cpu")), contextlib.nullcontext)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with autocast_context(precision, torch.device("cpu")):
+            assert (x @ x).dtype is dtype
+            assert (x.double() @ x.double()).dtype is torch.float64
+        assert (x @ x).dtype is torch.float32

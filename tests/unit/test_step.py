@@ -160,7 +160,7 @@ def test_cadences(text, steps, epochs):
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1), st.sampled_from(["min", "max"]))
 def test_the_best_is_the_first_of_the_best_finite_values(values, mode):
-    best = Best(mode, 0.0)
+    best = Best("val_loss", mode, 0.0)
     for number, value in enumerate(values):
         best.update(value, Progress(epoch=number))
     finite = [value for value in values if np.isfinite(value)]
