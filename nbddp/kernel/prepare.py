@@ -93,6 +93,8 @@ def prepare(request: Request) -> Prepared:
         notes.append(warning)
     if request.hooks.get("scheduler") is not None and "scheduler_interval" not in config.given:
         notes.append("the scheduler advances every step; --scheduler-interval epoch has it advance every epoch")
+    if n_val == 0:
+        notes += [f"the hook {name} has no effect without validation data: --val or --val-split" for name in ("validation_step", "metrics") if name in hooks]
     notes += [f"{request.model.name} is being trained by run {run.id} as well; the run that ends last lands in it" for run in training(model)]
     precision = config.matmul_precision
     if "matmul_precision" not in config.given:

@@ -3,8 +3,8 @@
 Runs in the kernel before anything is written. `train.prepare` calls, in this order::
 
     point = resume.find(given.resume, root=run_root(given.run_root), name=given.name, model=model)
-    config, lines = resume_rules.merge(point, brought=options of DataLoaders, given=options of the cell)
-    notes = resume_rules.check(point, config, plan, stages=stages, hooks=hooks)      # after make_plan
+    merged = resume_rules.merge(point, brought=options of DataLoaders, given=options of the cell)
+    notes = resume_rules.check(point, config, plan, stages=stages, sampler=sampler)      # after make_plan; the point's own notes are among them
     spec.update(point.to_spec())
 
 The spec then has `parent` (a run's id), `resume` (the file), `resume_step` (the step that it is of; history joins the parents up to there) and `resume_best`

@@ -151,7 +151,7 @@ def check(point: ResumePoint, config: TrainConfig, plan: Plan, *, stages: Sequen
     Raises:
         ConfigError: where the stages are others, the order of an epoch under way would change, or nothing is left to do.
     """
-    notes = _check_stages(point, plan, stages)
+    notes = [*point.notes, *_check_stages(point, plan, stages)]
     stage = plan.stages[int(point.facts["stage"])]
     own = stages[stage.index].config(config) if stages else config
     _check_order(point, own, plan, sampler)

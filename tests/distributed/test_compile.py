@@ -146,7 +146,8 @@ def test_methods_other_than_forward_are_compiled_and_synchronised(training):
     def seen(model, batch):
         return {"loss": nll(model, batch), "compiling": float(torch.compiler.is_compiling())}
 
-    eager, compiled = run(training, 2, nll, several()), run(training, 2, seen, several(), compile=True)
+    options = {"optimizer": "sgd"}  # AdamW moves a bias before a norm, whose gradient is rounding alone, by as much as any other
+    eager, compiled = run(training, 2, nll, several(), **options), run(training, 2, seen, several(), compile=True, **options)
     np.testing.assert_allclose(compiled.history["loss"], eager.history["loss"], rtol=1e-4)
     assert set(compiled.history["compiling"]) == {1.0}
     assert compiled.weights[0]["norm.num_batches_tracked"] == eager.weights[0]["norm.num_batches_tracked"] == 8
