@@ -258,19 +258,6 @@ def _by_field(values: Mapping[str, object]) -> dict[str, object]:
     return {field: values[name] for field, name in fields.items()}
 
 
-def read_settings(values: Mapping[str, object]) -> TrainConfig:
-    """Make a TrainConfig of a settings file's keys (fields, or their synonyms).
-
-    Raises:
-        ConfigError: for unknown keys and for the layouts of other systems, which are not available yet.
-    """
-    foreign = sorted({"local", "training", "trainer", "dataloaders", "gpus"} & set(values))
-    if foreign and any(isinstance(values[key], dict | list) for key in foreign):
-        message = f"{', '.join(foreign)}: settings files of other systems are not available yet; write the options of `nbddp.TrainConfig` as keys"
-        raise ConfigError(message)
-    return TrainConfig(**dict(values))
-
-
 def _later(name: str, value: object) -> str:
     return f"{name}={value} is not available yet: leave {name} out"
 

@@ -21,6 +21,7 @@ from nbddp.kernel.hooks import check_hooks
 from nbddp.kernel.machine import check_devices, this_machine
 from nbddp.kernel.request import Request
 from nbddp.kernel.runs import run_root, training
+from nbddp.kernel.trackers import check_trackers
 from nbddp.norm import keep_warning
 from nbddp.planning import Job, Plan, make_plan
 from nbddp.stage import Stage, read_stages, stage_name, trainable
@@ -79,6 +80,7 @@ def prepare(request: Request) -> Prepared:
     brought = {**train.options, **({} if val is None else val.options)}
     point = None if given.resume is None else resume.find(given.resume, root=root, name=given.name, model=model)
     config, changes = _config(given, brought, point)
+    check_trackers(config)
     notes += changes
     notes += _said(request.data.name, train, config) + ([] if val is None or request.val is None else _said(request.val.name, val, config))
     hooks = _hooks(request, train, val, stages)

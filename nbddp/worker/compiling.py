@@ -86,8 +86,7 @@ class Compiler:
     def _rehearse(self, stage: RankStage, module: StepModule, precision: str, first_batch: Callable[[], Any]) -> None:
         """One micro-batch forward and backward, as in a step but without the other ranks."""
         ranks, batch = self._context.ranks, first_batch()
-        buckets = _cut_for(stage.config.bucket_cap_mb) if ranks.world_size > 1 else contextlib.nullcontext()
-        with buckets, autocast_context(precision, ranks.device):
+        with _cut_at_buckets(stage.config.bucket_cap_mb, ranks.world_size), autocast_context(precision, ranks.device):
             loss = module(batch)
         module.results.clear()
         try:
@@ -112,6 +111,8 @@ class Compiler:
             context.message(text, level="warning")
         import torch._inductor.config as inductor  # here, since it takes a second that runs without compile need not wait for
 
+        if "CXX" in os.environ:  # which inductor asks for when it is imported, and that may have been before this run was ordered
+            inductor.cpp.cxx = (None, os.environ["CXX"])
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             inductor.compile_threads = min(context.plan.threads, MOST_HELPERS)  # with one, as on small machines, no processes are started for it
         torch._dynamo.config.automatic_dynamic_local_pgo = False  # or a run would compile other code than the one before it
@@ -195,17 +196,19 @@ def _time_limit(seconds: float, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cut_for(bucket_cap_mb: float) -> Iterator[None]:
+def _cut_at_buckets(bucket_cap_mb: float, world_size: int) -> Iterator[None]:
     """Let dynamo cut the step where DDP's buckets end, as it does within DDP: else all gradients come at once, and no all-reduce overlaps the backward pass.
 
-    It asks for the replica whose forward pass is under way, and of that for the size of the buckets.
+    It asks for the replica whose forward pass is under way, and of that for the size of the buckets; it refuses those smaller than DDP's first one.
     """
 
-    class Buckets:
+    class Replica:
         bucket_bytes_cap = int(bucket_cap_mb * 1024 * 1024)
 
+    cuts = world_size > 1 and Replica.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES
+    torch._dynamo.config.optimize_ddp = cuts  # also for what is compiled again later
     before = DistributedDataParallel._active_ddp_module
-    DistributedDataParallel._active_ddp_module = Buckets  # type: ignore[assignment]
+    DistributedDataParallel._active_ddp_module = Replica if cuts else None  # type: ignore[assignment]
     try:
         yield
     finally:

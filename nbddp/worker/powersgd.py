@@ -59,7 +59,7 @@ class _Bucket:
 
 
 class PowerSGD:
-    """Compresses the gradients of matrices; those of vectors, and sparse ones, travel as they are.
+    """Compresses the gradients of matrices; those of vectors, sparse and complex ones travel as they are.
 
     The sums of all buckets are asked for in one order on every rank. That is why the second factors wait until the backward pass has asked for the first ones
     of every bucket: asked for as soon as a sum arrives, which is how torch's own hook does it, their order would depend on timing.
@@ -76,7 +76,7 @@ class PowerSGD:
     def register(self, ddp: DistributedDataParallel) -> None:
         for name, parameter in ddp.module.named_parameters():
             self._names[id(parameter)] = plain = name.replace("_orig_mod.", "")
-            self._shapes[plain] = _shape(torch.view_as_real(parameter) if parameter.is_complex() else parameter)
+            self._shapes[plain] = _shape(parameter)
         ddp.register_comm_hook(self, lambda compression, bucket: compression.send(bucket))
 
     def state(self) -> dict[str, Any]:
@@ -108,8 +108,9 @@ class PowerSGD:
         done: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         whole: list[torch.Tensor] = []
         matrices: list[_Matrix] = []
-        if not buffer.is_sparse:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        parameters = bucket.parameters()
+        if not buffer.is_sparse and not parameters[0].is_complex():  # complex ones are in the buffer as pairs, of which bucket.gradients() are copies
+            for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 if _worthwhile(*_shape(gradient)):
                     matrices.append(self._matrix(self._names[id(parameter)], gradient))
                 else:
@@ -123,7 +124,7 @@ class PowerSGD:
         return done
 
     def _matrix(self, name: str, gradient: torch.Tensor) -> _Matrix:
-        matrix = gradient.reshape(len(gradient), -1)
+        matrix = gradient.view(len(gradient), -1)  # a part of the buffer: of images in channels-last order, columns are in that order
         if matrix.dtype.itemsize < 4:
             matrix = matrix.float()  # there is no QR in 16 bits
         if name not in self._memories:
@@ -138,7 +139,7 @@ class PowerSGD:
             return _Memory(q, error)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same on every rank, without a draw from the ranks' own streams
         q = torch.randn(matrix.shape[1], min(*matrix.shape, RANK), generator=generator, dtype=matrix.dtype)
-        return _Memory(q.to(matrix.device), torch.zeros_like(matrix, memory_format=torch.contiguous_format))
+        return _Memory(q.to(matrix.device), torch.zeros_like(matrix))
 
     @torch.no_grad()
     def _finish(self) -> None:

@@ -124,7 +124,7 @@ class Saver:
         layout: list[Layout] = []
 
         def note(tensor: torch.Tensor, where: str) -> torch.Tensor:
-            layout.append((where, _outline(tensor)))
+            layout.append((where, torch.empty_like(tensor, device="meta")))
             return tensor
 
         checkpoint.model_state(self._context.model, note)
@@ -249,5 +249,5 @@ class Saver:
 
 
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape, strides and dtype of a tensor, without its data."""
-    return torch.empty_like(tensor, device="meta")
+    """Shape and dtype of a tensor, without its data; contiguous, as it is received."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -169,14 +169,49 @@ def test_validation_is_eager(training):
     assert set(result.epochs["val_compiling"]) == {0.0}
 
 
+def wide():
+    """Gradients of 2.5 MB: three buckets of 1 MB."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(FEATURES, 400), nn.Tanh(), *(layer for _ in range(4) for layer in (nn.Linear(400, 400), nn.Tanh())), nn.Linear(400, 2)]
+    return nn.Sequential(*layers), make()[1], None
+
+
+def test_the_backward_pass_is_cut_where_the_buckets_of_ddp_end(ranks, tmp_path):
+    """Else the first all-reduce would begin when the last gradient is there."""
+    from nbddp.rundir import RunDir
+
+    def graphs(rank, path, options):
+        from torch._dynamo.utils import counters
+
+        from support.training import train_rank
+
+        train_rank(rank, path, wide, {"training_step": nll_of}, options, {})
+        return counters["aot_autograd"]["total"]
+
+    def nll_of(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    for nproc, cap, expected in ((1, 1.0, 1), (2, 1.0, 3), (2, 25.0, 2), (2, 0.5, 1)):  # the first bucket is of 1 MB always
+        path = str(RunDir.create(tmp_path / f"{nproc}-{cap}", "test").path)
+        options = {"max_steps": 2, "batch_size": 12, "compile": True, "bucket_cap_mb": cap}
+        assert ranks(nproc, graphs, path, options, timeout=110) == [expected] * nproc
+
+
+def test_a_cut_step_follows_the_curve(training):
+    options = {"optimizer": "sgd", "bucket_cap_mb": 1.0, "model": wide}
+    assert_alike(run(training, 2, **options), run(training, 2, compile=True, **options))
+
+
 def test_activation_checkpointing_inside(training):
     from torch.utils.checkpoint import checkpoint
 
     def step(model, batch):
         x, y = batch
-        return nn.functional.mse_loss(model[2](checkpoint(lambda z: model[1](model[0](z)), x, use_reentrant=False)), y)
+        hidden = checkpoint(lambda z: model[:6](z), x, use_reentrant=False)
+        return nn.functional.mse_loss(model[6:](hidden), y)
 
-    assert_alike(run(training, 2), run(training, 2, step, compile=True, bucket_cap_mb=0.0001))
+    options = {"optimizer": "sgd", "bucket_cap_mb": 1.0, "model": wide}
+    assert_alike(run(training, 2, **options), run(training, 2, step, compile=True, **options))
 
 
 # -- the phase leaves nothing behind
@@ -311,7 +346,7 @@ def test_errors_of_the_step_have_its_line(ranks, tmp_path):
     for step, name, text in ((wrong_shapes, "RuntimeError", "mat1 and mat2"), (late, "KeyError", "too good")):
         path = RunDir.create(tmp_path / step.__name__, "test").path
         (record,) = ranks(1, failure_of(ranks, step), str(path), make, {"training_step": step}, options, timeout=110)
-        assert (record["type"], record["file"]) == (name, __file__)
+        assert (record["type"], record["file"]) == (name, "<dynamic-code>")  # as cloudpickle names what a test sends
         assert text in record["message"]
         assert linecache.getline(__file__, record["line"]).endswith("# here\n")
 

@@ -146,9 +146,9 @@ def test_a_magic_inside_a_step_is_refused_by_name(things, nb, command):
         ("stream = DataLoader(Stream(), 16)", "net stream", "stream is an IterableDataset: samples that can't be drawn by index can't be dealt to ranks"),
         ("stream = Stream()", "net train_set --val stream", "stream is an IterableDataset"),
         (
-            "weighted = DataLoader(train_set, 16, sampler=torch.utils.data.WeightedRandomSampler([1] * 64, 64))",
-            "net weighted",
-            "weighted has a WeightedRandomSampler: samplers of your own are not available yet",
+            "batches = DataLoader(train_set, batch_sampler=[[0, 1], [2, 3]])",
+            "net batches",
+            "batches has a batch sampler of its own (list): batches that are not made of one index after the other can't be dealt to ranks; give the dataset",
         ),
         ("numbers = iter([1])", "net numbers", "numbers is a list_iterator without __len__"),
         ("pass", "train_set net", "train_set is a TensorDataset: the model must be a torch.nn.Module; the order is MODEL DATA"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbddp.config import SYNONYMS, TrainConfig, read_settings
+from nbddp.config import SYNONYMS, TrainConfig
 from nbddp.errors import ConfigError
 
 COUNT = "must be greater than or equal to 1"
@@ -399,18 +399,6 @@ def test_options_read_by_themselves_are_refused_as_ever(values, message):
 def test_the_words_of_a_field_are_those_of_its_type():
     hints = typing.get_type_hints(TrainConfig)
     assert typing.get_args(hints["on_nan"]) == ("warn", "skip", "stop")
-
-
-def test_settings_are_fields_and_those_of_other_systems_come_later():
-    assert read_settings({"epochs": 3, "learning_rate": 0.1}) == TrainConfig(epochs=3, lr=0.1)
-    for key in ("local", "training", "trainer", "dataloaders"):
-        with pytest.raises(ConfigError, match=f"{key}: settings files of other systems are not available yet"):
-            read_settings({key: {"a": 1}})
-    assert read_settings({"gpus": "0"}).devices == (0,)
-    with pytest.raises(ConfigError, match="not available yet"):
-        read_settings({"gpus": [0, 1], "trainer": {}})
-    with pytest.raises(ConfigError, match="epoch is not an option"):
-        read_settings({"epoch": 3})
 
 
 @pytest.mark.parametrize("value, precision", [(True, "high"), ("false", "highest"), ("medium", "medium")])
