@@ -96,7 +96,7 @@ class _Attempt:
             self.epochs.append(1, {name: [value] for name, value in {**data.get("values", {}), **known}.items()})
             if not data.get("whole", True):
                 self.partial.add(int(data["step"]))
-        elif event.kind == "validation" and len(self.epochs):
+        elif event.kind in ("validation", "reported") and len(self.epochs):
             last = self.epochs.arrays()["step"][-1]
             if last == data["step"]:
                 self.epochs.set(len(self.epochs) - 1, data["values"])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from nbddp.errors import ConfigError
-from nbddp.metric import check_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,8 +49,6 @@ def check_hooks(hooks: Mapping[str, object], model: nn.Module) -> None:
     for name, hook in hooks.items():
         if hook is not None and name not in OBJECTS:
             _check_call(name, hook)
-    if hooks.get("metrics") is not None:
-        check_metrics(hooks["metrics"])
     _check_parameters(loss, model)
 
 

@@ -22,6 +22,7 @@ from nbddp.kernel.machine import check_devices, this_machine
 from nbddp.kernel.request import Request
 from nbddp.kernel.runs import run_root, training
 from nbddp.kernel.trackers import check_trackers
+from nbddp.metric import check_metrics
 from nbddp.norm import keep_warning
 from nbddp.planning import Job, Plan, make_plan
 from nbddp.stage import Stage, read_stages, stage_name, trainable
@@ -86,6 +87,8 @@ def prepare(request: Request) -> Prepared:
     hooks = _hooks(request, train, val, stages)
     n_train, n_val, said = _sizes(request, train, val, config, hooks)
     notes += said
+    if "metrics" in hooks:
+        check_metrics(hooks["metrics"], validated=n_val > 0)
     plan = make_plan(config, n_train=n_train, n_val=n_val, machine=this_machine(), job=_job(hooks, model, validates=n_val > 0), stages=stages)
     notes += check_devices(plan, root)
     if point is not None:
@@ -95,8 +98,8 @@ def prepare(request: Request) -> Prepared:
         notes.append(warning)
     if request.hooks.get("scheduler") is not None and "scheduler_interval" not in config.given:
         notes.append("the scheduler advances every step; --scheduler-interval epoch has it advance every epoch")
-    if n_val == 0:
-        notes += [f"the hook {name} has no effect without validation data: --val or --val-split" for name in ("validation_step", "metrics") if name in hooks]
+    if n_val == 0 and "validation_step" in hooks:
+        notes.append("the hook validation_step has no effect without validation data: --val or --val-split")
     notes += [f"{request.model.name} is being trained by run {run.id} as well; the run that ends last lands in it" for run in training(model)]
     precision = config.matmul_precision
     if "matmul_precision" not in config.given:
