@@ -205,7 +205,7 @@ def _cut_at_buckets(bucket_cap_mb: float, world_size: int) -> Iterator[None]:
     class Replica:
         bucket_bytes_cap = int(bucket_cap_mb * 1024 * 1024)
 
-    cuts = world_size > 1 and Replica.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES
+    cuts = world_size > 1 and Replica.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
     torch._dynamo.config.optimize_ddp = cuts  # also for what is compiled again later
     before = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = Replica if cuts else None  # type: ignore[assignment]

@@ -72,11 +72,13 @@ class PowerSGD:
         self._memories: dict[str, _Memory] = {}
         self._saved: dict[str, Any] = {}
         self._sent: list[_Bucket] = []
+        self._at_once = False
 
     def register(self, ddp: DistributedDataParallel) -> None:
         for name, parameter in ddp.module.named_parameters():
             self._names[id(parameter)] = plain = name.replace("_orig_mod.", "")
             self._shapes[plain] = _shape(parameter)
+        self._at_once = ddp.static_graph
         ddp.register_comm_hook(self, lambda compression, bucket: compression.send(bucket))
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +120,11 @@ class PowerSGD:
         wire = buffer if not matrices else _flat([*whole, *(matrix.p for matrix in matrices)], matrices[0].p.dtype)
         wire.div_(self.world_size)
         self._sent.append(_Bucket(buffer, done, wire, dist.all_reduce(wire, async_op=True), whole, matrices, wire))
-        if bucket.is_last():
+        if bucket.is_last() and self._at_once:
+            # With a static graph DDP sends, and waits for, the buckets of the first pass when that is over.
+            self._at_once = False
+            self._finish()
+        elif bucket.is_last():
             # Runs after the callback that tells the clock that this rank's own gradients are ready, and before the one in which DDP waits for the buckets.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return done

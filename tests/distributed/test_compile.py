@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import linecache
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import nbddp
 from nbddp.worker.errors import StepError
+from support import processes
 
 pytestmark = pytest.mark.distributed
 
@@ -84,6 +88,7 @@ def test_the_curve_is_the_eager_one(training, nproc):
         {"bucket_cap_mb": 0.0001},
         {"gradient_as_bucket_view": False, "clip_norm": 0.1, "on_nan": "skip"},
         {"grad_compression": "bf16"},
+        {"num_workers": 2},
     ],
     ids=str,
 )
@@ -243,6 +248,14 @@ def test_random_streams_buffers_and_counters_are_as_without_it(training):
     assert compiled.weights[0]["norm.num_batches_tracked"] == 8
 
 
+def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(training):
+    options = {"compile": True, "precision": "bf16", "accumulate": 2}
+    whole, half = run(training, 2, **options), run(training, 2, **options, max_steps=3)
+    rest = run(training, 2, **options, resume=half.run.checkpoints / "last.pt")
+    for name, value in whole.weights[0].items():
+        np.testing.assert_array_equal(rest.weights[0][name], value)
+
+
 # -- time
 
 
@@ -377,3 +390,28 @@ def test_each_rank_keeps_what_it_compiled_for_the_next_run(training, tmp_path):
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "kept").iterdir())
     changed = {path: path.stat().st_mtime_ns for path in first}
     assert {path: path.stat().st_mtime_ns for path in compiled()} == changed
+
+
+# -- processes
+
+
+HELPERS = """
+import os, time
+import torch._inductor.config as inductor
+inductor.compile_threads = 2
+from torch._inductor.async_compile import AsyncCompile
+print(AsyncCompile.process_pool().submit(os.getpid).result(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_the_compiler_s_helpers_end_with_the_process_that_they_help():
+    """Those of GPUs; on the CPU it uses threads. A rank that is killed can't end them."""
+    with subprocess.Popen([sys.executable, "-c", HELPERS], stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            helper = psutil.Process(int(rank.stdout.readline()))
+            helpers = set(psutil.Process(rank.pid).children(recursive=True))
+            assert helper in helpers
+        finally:
+            rank.kill()
+    assert not processes.gone(lambda: processes.alive(helpers), 10)

@@ -41,7 +41,7 @@ def test_every_precision_trains_on_the_gpu(nb, precision, size):
     assert nb.eval(f"set(run.history['bytes_each'].tolist()) == {{{float(size)}}} and set(run.history['on_gpu'].tolist()) == {{1.0}}") is True
     assert nb.eval("float(run.history['loss'][-4:].mean()) < 0.7 * float(run.history['loss'][0])") is True
     assert nb.eval("next(net.parameters()).dtype == torch.float32 and not same(weights(net), before)") is True
-    assert nb.eval(f"nbddp.load_checkpoint is not None and torch.load(run.checkpoints[0].path, weights_only=True)['precision'] == '{precision}'") is True
+    assert nb.eval("torch.load(run.checkpoints[0].path, weights_only=True)['precision']") == precision
     phases_add_up(nb)
 
 

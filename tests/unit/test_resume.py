@@ -510,8 +510,8 @@ def test_where_nothing_is_left(runs, facts, how, says):
     [
         ({"epoch": 10, "step": 94, "done": 9}, {}),
         ({"epoch": 10, "step": 100}, {"given": {"epochs": 11}}),
-        ({"early_stop": {"without_gain": 3}, "best": best(0.5, 10)}, {"config": {"patience": 3}, "given": {"patience": 4}}),
-        ({"early_stop": {"without_gain": 3}, "best": best(0.5, 10)}, {"config": {"patience": 3}, "given": {"monitor": "loss"}}),
+        ({"early_stop": {"without_gain": 3}, "best": best(0.5, 30)}, {"config": {"patience": 3}, "given": {"patience": 4}}),
+        ({"early_stop": {"without_gain": 3}, "best": best(0.5, 30)}, {"config": {"patience": 3}, "given": {"monitor": "loss"}}),
         ({"stage": 0, "stage_name": "head", "stage_epochs_done": 3}, {"stages": TWO}),
         ({"stage": 1, "stage_name": "all", "stage_epochs_done": 4, "stage_step": 59}, {"stages": TWO}),
     ],
