@@ -85,13 +85,14 @@ def prepare(request: Request) -> Prepared:
     notes += changes
     notes += _said(request.data.name, train, config) + ([] if val is None or request.val is None else _said(request.val.name, val, config))
     hooks = _hooks(request, train, val, stages)
-    n_train, n_val, said = _sizes(request, train, val, config, hooks)
+    n_train, n_val, said = _sizes(request, train, val, config, hooks, given)
     notes += said
     if "metrics" in hooks:
         check_metrics(hooks["metrics"], validated=n_val > 0)
     plan = make_plan(config, n_train=n_train, n_val=n_val, machine=this_machine(), job=_job(hooks, model, validates=n_val > 0), stages=stages)
     notes += check_devices(plan, root)
     if point is not None:
+        notes += inputs.stateful(request.data, train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
     smallest = min(stage.micro_batch_size for stage in plan.stages)
     if (warning := keep_warning(model, world_size=plan.nproc, per_rank=smallest)) is not None:
@@ -121,7 +122,9 @@ def _hooks(request: Request, train: inputs.Data, val: inputs.Data | None, stages
     return hooks
 
 
-def _sizes(request: Request, train: inputs.Data, val: inputs.Data | None, config: TrainConfig, hooks: dict[str, object]) -> tuple[int, int, list[str]]:
+def _sizes(
+    request: Request, train: inputs.Data, val: inputs.Data | None, config: TrainConfig, hooks: dict[str, object], given: TrainConfig
+) -> tuple[int, int, list[str]]:
     """Numbers of samples to train and to validate on, and how they came about."""
     n_train, n_val = len(train.dataset), 0 if val is None else len(val.dataset)
     name = request.val.name if request.val else "the validation data"
@@ -129,7 +132,7 @@ def _sizes(request: Request, train: inputs.Data, val: inputs.Data | None, config
         message = f"{name} is empty: leave --val out, or give it samples"
         raise ConfigError(message)
     if "sampler" in hooks:
-        n_train = inputs.count_sampled(hooks["sampler"], train.dataset, given=config.given, val_split=config.val_split, seed=config.seed)
+        n_train = inputs.count_sampled(hooks["sampler"], train.dataset, given=given.given, val_split=config.val_split, seed=config.seed)
         return n_train, n_val, []
     if config.val_split is None:
         return n_train, n_val, []
@@ -176,7 +179,7 @@ def _config(given: TrainConfig, brought: dict[str, object], point: resume.Resume
         merged = resume_rules.merge(point, brought=brought, given=given)
         return merged.config, [f"unlike the checkpoint: {change}" for change in merged.changes]
     if given.batch_size is not None or given.per_rank_batch_size is not None:
-        brought = {name: value for name, value in brought.items() if name != "batch_size"}
+        brought = {name: value for name, value in brought.items() if name not in ("batch_size", "per_rank_batch_size")}
     return TrainConfig(**{**brought, **{name: getattr(given, name) for name in given.given}}), []
 
 

@@ -31,6 +31,7 @@ class Resumed:
         self.values, self.validated_at = dict(content["values"]), int(content["early_stop"]["validated_at"])
         best = context.spec.get("resume_best")
         self.best = None if best is None else Path(best)
+        self._best_is_gone = "resume_best" in context.spec and best is None
 
     @classmethod
     def of(cls, context: Context) -> Resumed | None:
@@ -54,6 +55,8 @@ class Resumed:
         progress.epoch, progress.step, progress.epochs_done = int(content["epoch"]), int(content["step"]), int(content["epochs_done"])
         progress.epoch_step, progress.epoch_samples = int(content["sampler"]["step"]), int(content["sampler"]["samples"])
         monitor.load(content["early_stop"], content["best"])
+        if self._best_is_gone:  # nothing could be loaded as the best, so the best begins anew
+            monitor.best.value = None
         reporter.means = EpochMeans.of(content["epoch_sums"])
         self._restore_optimizer(stage, self._changed(stage))
         self._restore_streams(stage, progress)
