@@ -339,9 +339,7 @@ def _record(state: RunState, values: dict[str, Any], epoch: int, step: int) -> N
 def _stage(state: RunState, event: Event) -> None:
     data = event.data
     lr = data.get("lr")
-    state.stages.append(
-        StageRecord(data["stage"], str(data["name"]), data["step"], str(data.get("precision", "")), None if lr is None else float(lr))
-    )
+    state.stages.append(StageRecord(data["stage"], str(data["name"]), data["step"], str(data.get("precision", "")), None if lr is None else float(lr)))
     state.stage = data["stage"]
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from nbddp.checkpoint.loading import LOAD_HINT, checkpoint_path, load_checkpoint, load_state, misfits, state_of
 from nbddp.checkpoint.reading import read
 from nbddp.checkpoint.resumable import newest_complete, read_resumable
-from nbddp.checkpoint.snapshot import check_plain, model_state, non_finite, plain
+from nbddp.checkpoint.snapshot import buffer_names, check_plain, model_state, non_finite, plain
 from nbddp.checkpoint.writing import FORMAT, VERSION, clear_unfinished, link, write
 
 __all__ = [
     "FORMAT",
     "LOAD_HINT",
     "VERSION",
+    "buffer_names",
     "check_plain",
     "checkpoint_path",
     "clear_unfinished",

@@ -12,7 +12,7 @@ import torch
 from nbddp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import nn
 
@@ -97,15 +97,20 @@ def model_state(model: nn.Module, copy: Copy = _copy) -> OrderedDict[str, Any]:
     return state
 
 
-def non_finite(state: Mapping[str, Any]) -> str | None:
-    """Name of the first tensor with a value that is not finite."""
-    return next((key for key, value in state.items() if isinstance(value, torch.Tensor) and not _finite(value)), None)
+def buffer_names(model: nn.Module) -> frozenset[str]:
+    """Names of the entries of a state dict that are no parameters."""
+    return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def non_finite(state: Mapping[str, Any], buffers: Collection[str] = ()) -> str | None:
+    """Name of the first tensor that training has spoilt: with nan, or a parameter with inf, which a buffer, such as an attention mask, may hold."""
+    return next((key for key, value in state.items() if isinstance(value, torch.Tensor) and not _finite(value, inf=key in buffers)), None)
+
+
+def _finite(tensor: torch.Tensor, *, inf: bool = False) -> bool:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
-        return _finite(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
+        return _finite(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values(), inf=inf)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     elif not tensor.is_floating_point():
@@ -115,4 +120,4 @@ def _finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:  # few operations know the dtypes of 8 bits
         tensor = tensor.float()
     low, high = torch.aminmax(tensor)  # nan where there is one; reads the tensor once, several times faster than isfinite
-    return math.isfinite(float(low)) and math.isfinite(float(high))
+    return not math.isnan(float(low)) if inf else math.isfinite(float(low)) and math.isfinite(float(high))

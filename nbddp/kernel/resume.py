@@ -121,7 +121,7 @@ def _point(path: Path, content: dict[str, Any], run: RunDir | None, model: nn.Mo
         shown = "\n  ".join(problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []))
         message = f"{path} does not fit {type(model).__name__}, so that nothing can go on from it:\n  {shown}"
         raise CheckpointError(message)
-    if (bad := checkpoint.non_finite({name: state[name] for name, _ in model.named_parameters()})) is not None:  # a mask among the buffers may hold -inf
+    if (bad := checkpoint.non_finite(state, checkpoint.buffer_names(model))) is not None:
         better = [file for file, other in ([] if run is None else _complete(run)) if file != path and other.get("finite")]
         remedy = f"; {better[0].name} is: --resume {better[0]}" if better else ""
         message = f"{path} is not finite ({bad}), and training does not recover from that{remedy}"

@@ -126,7 +126,7 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
     path = file_of(run, which)
     content = checkpoint.read(path)
     state = checkpoint.state_of(content, path)
-    if (bad := checkpoint.non_finite(state)) is not None:
+    if (bad := checkpoint.non_finite(state, checkpoint.buffer_names(model))) is not None:
         finite = next((name for name in ("best", "initial") if name != which and (run.checkpoints / f"{name}.pt").is_file()), None)
         other = "" if finite is None else f"; {finite} is: run.load({finite!r})"
         message = f"{path.name} of run {run.id} is not finite ({bad}){other}; --on-nan skip or stop keeps the weights finite"

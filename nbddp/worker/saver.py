@@ -60,7 +60,10 @@ class Saver:
         self._asked = False
         self._held_best: Job | None = None
         ranks = context.ranks
-        self._writer = Writer(self._folder, context.events, device=ranks.device, keep_last=context.config.keep_last) if ranks.rank == 0 else None
+        self._writer: Writer | None = None
+        if ranks.rank == 0:
+            keep_last, buffers = context.config.keep_last, checkpoint.buffer_names(context.model)
+            self._writer = Writer(self._folder, context.events, device=ranks.device, keep_last=keep_last, buffers=buffers)
 
     def at_step(self, step: int) -> bool:
         """Whether the options ask for a checkpoint after this step."""
@@ -160,7 +163,7 @@ class Saver:
             ranks.gather_objects((rng.capture(ranks.device), outlines, digests(parameters.values(), ranks.device).tolist()))
             checkpoint.plain(own, "own", self._send)
             return
-        if best and self._held_best is not None and checkpoint.non_finite(context.model.state_dict()) is None:
+        if best and self._held_best is not None and checkpoint.non_finite(context.model.state_dict(), checkpoint.buffer_names(context.model)) is None:
             self._writer.release(self._held_best.staging)
             self._held_best = None
         staging = self._writer.stage()

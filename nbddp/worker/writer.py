@@ -46,8 +46,9 @@ class Writer:
     are, `stage` waits.
     """
 
-    def __init__(self, folder: Path, events: EventWriter, *, device: torch.device, keep_last: int) -> None:
+    def __init__(self, folder: Path, events: EventWriter, *, device: torch.device, keep_last: int, buffers: frozenset[str]) -> None:
         self._folder, self._events, self._device, self._keep_last = folder, events, device, keep_last
+        self._buffers = buffers
         self._kept: list[str] = []
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Job | list[Layout] | None] = queue.SimpleQueue()
@@ -161,7 +162,7 @@ class Writer:
             if job.comparison is not None:
                 job.comparison.check()
             content = job.content
-            content["finite"] = checkpoint.non_finite(content["model"]) is None
+            content["finite"] = checkpoint.non_finite(content["model"], self._buffers) is None
             if names := [name for name in job.names if name != "best" or content["finite"]]:
                 first, *others = (self._folder / f"{name}.pt" for name in names)
                 checkpoint.write(first, content)

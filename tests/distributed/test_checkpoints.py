@@ -377,3 +377,14 @@ def test_a_run_that_is_killed_while_it_writes_leaves_complete_files(training, tm
     assert content["step"] - 1 <= newest["step"] <= content["step"]
     checkpoint.clear_unfinished(folder)
     assert not list(folder.glob(".*"))
+
+
+def test_a_model_with_an_infinite_mask_has_finite_checkpoints_and_a_best(training):
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 2)
+            self.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+
+    result = run(training, make=lambda: (Masked(), *make()[1:]), epochs=2, lr=0.01)
+    assert load(result, "last")["finite"] is True
+    assert "best.pt" in files(result)

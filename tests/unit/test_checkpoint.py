@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbddp.checkpoint import check_plain, clear_unfinished, link, load_checkpoint, model_state, non_finite, plain, read, write
+from nbddp.checkpoint import buffer_names, check_plain, clear_unfinished, link, load_checkpoint, model_state, non_finite, plain, read, write
 from nbddp.errors import CheckpointError
 
 
@@ -185,6 +185,14 @@ def test_the_first_tensor_that_is_not_finite_is_named(value):
     assert non_finite(net.state_dict()) == "1.weight"
     assert non_finite({"c": torch.tensor([1j * value])}) == "c"
     assert non_finite({"i": torch.tensor([1]), "text": "nan"}) is None
+
+
+def test_a_buffer_may_hold_inf_as_attention_masks_do_and_no_nan():
+    net = nn.Linear(2, 2)
+    net.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    assert non_finite(net.state_dict(), buffer_names(net)) is None
+    net.mask[0] = float("nan")
+    assert non_finite(net.state_dict(), buffer_names(net)) == "mask"
 
 
 # -- loading
