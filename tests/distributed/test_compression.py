@@ -335,3 +335,37 @@ def test_training_comes_to_where_it_comes_uncompressed(training, uncompressed, n
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_trains_as_without(training, name):
     assert train(training, 1, grad_compression=name).history["loss"].tolist() == train(training, 1).history["loss"].tolist()
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_goes_on_equals_one_that_never_stopped(training, name, nproc):
+    options = {"grad_compression": name, "epochs": 2, "checkpoint_every": "13 steps", "keep_last": 9, "bucket_cap_mb": 0.01, "schedule": "cosine"}
+    whole = train(training, nproc, **options)
+    (middle,) = whole.run.checkpoints.glob("step-*13.pt")
+    resumed = train(training, nproc, resume=str(middle), **options)
+    assert len(resumed.history["loss"]) == 40 - 13
+    for one, other in zip(whole.weights, resumed.weights, strict=True):
+        for key, value in one.items():
+            np.testing.assert_array_equal(value, other[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_only_some_steps_or_ranks_use(training, name):
+    class Forked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right, self.head = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.left(x) if x[0, 0] > 0 else self.right(x)))
+
+    def forked():
+        torch.manual_seed(5)
+        return Forked(), *make()[1:]
+
+    plain = train(training, 2, forked, find_unused_parameters=True)
+    result = train(training, 2, forked, find_unused_parameters=True, grad_compression=name)
+    np.testing.assert_allclose(result.epochs["loss"][-1], plain.epochs["loss"][-1], rtol=0.1)
+    for key, value in result.weights[0].items():
+        np.testing.assert_array_equal(value, result.weights[1][key], err_msg=key)
