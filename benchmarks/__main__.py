@@ -1,4 +1,4 @@
-"""Measure everything (or what is named: start, steps, handover) and print ratios: `python -m benchmarks [NAMES]`."""
+"""Measure everything (or what is named: start, steps, handover, precision) and print ratios: `python -m benchmarks [NAMES]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import handover, start, steps
+from benchmarks import handover, precision, start, steps
 
 
 def _start() -> list[tuple[str, float, str]]:
@@ -40,7 +40,13 @@ def _handover() -> list[tuple[str, float, str]]:
     ]
 
 
-MEASURES = {"start": _start, "steps": _steps, "handover": _handover}
+def _precision() -> list[tuple[str, float, str]]:
+    figures = precision.measure()
+    print(json.dumps(figures))
+    return [(f"steps/s, {name}", value, "reported") for name, value in figures.items() if name.endswith("/ fp32")]
+
+
+MEASURES = {"start": _start, "steps": _steps, "handover": _handover, "precision": _precision}
 
 
 def main(names: list[str]) -> int:

@@ -73,6 +73,7 @@ class StagePlan:
     default_precision: bool
     compile: bool
     monitor: str
+    patience: int | None = None
     trains: str = ""
 
     @property
@@ -325,6 +326,7 @@ def _plan_stage(index: int, stage: Stage | None, config: TrainConfig, size: _Siz
         precision=precision,
         default_precision=config.precision == "auto",
         compile=config.compile,
+        patience=config.patience,
         monitor=_monitor(config, size.n_val, size.job),
         trains=_trains(stage),
     )

@@ -25,9 +25,9 @@ HOOK_HELP = {
     "optimizer": "optimizer(model) returns a torch.optim.Optimizer; excludes --optimizer --lr --weight-decay --momentum --fused",
     "scheduler": "scheduler(optimizer) returns a learning-rate scheduler; see --scheduler-interval",
     "collate_fn": "collate_fn(samples) makes a batch",
-    "sampler": "draws the samples",
+    "sampler": "the order of the training samples: yields indices and has a length, or sampler(dataset)",
     "metrics": "a dict of names and metrics, computed in validation",
-    "stages": "a list of nbddp.Stage",
+    "stages": "a list of nbddp.Stage(name, freeze=, train_only=, **options), one after the other",
     "on_epoch_end": "on_epoch_end(state), called on rank 0",
 }
 

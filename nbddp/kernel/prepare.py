@@ -25,13 +25,10 @@ from nbddp.kernel.trackers import check_trackers
 from nbddp.metric import check_metrics
 from nbddp.norm import keep_warning
 from nbddp.planning import Job, Plan, make_plan
-from nbddp.stage import Stage, read_stages, stage_name, trainable
+from nbddp.stage import OF_OPTIMIZER, OF_SCHEDULE, Stage, check_stages, read_stages
 
 if TYPE_CHECKING:
     from torch import nn
-
-_OF_OPTIMIZER = ("lr", "weight_decay", "momentum", "fused", "lr_scale", "base_batch_size")
-"""Options that a hook which makes the optimizer excludes, beside the optimizer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,9 @@ def prepare(request: Request) -> Prepared:
     notes += request.notes
     check_hooks(request.hooks, model)
     stages = read_stages(request.hooks.get("stages"))
-    _check_stages(stages, request, model)
+    names = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    hooked = {name: request.hooks.get(name) is not None for name in ("optimizer", "scheduler")}
+    check_stages(stages, names, **hooked)
     train = inputs.take_data(request.data, training=True, sampler=request.hooks.get("sampler"))
     val = None if request.val is None else inputs.take_data(request.val, training=False)
     given = _given(request)
@@ -158,12 +157,12 @@ def _given(request: Request) -> TrainConfig:
     """The options as written, which the hooks must leave room for."""
     given = TrainConfig(**request.options)
     if request.hooks.get("optimizer") is not None:
-        clash = [name for name in ("optimizer", *_OF_OPTIMIZER) if name in given.given]
+        clash = [name for name in ("optimizer", *OF_OPTIMIZER) if name in given.given]
         if clash:
             message = f"{', '.join(clash)} beside the hook optimizer, which sets all of it: keep one of the two"
             raise ConfigError(message)
     if request.hooks.get("scheduler") is not None:
-        clash = [name for name in ("schedule", "warmup_steps") if getattr(given, name) != TrainConfig.model_fields[name].default]
+        clash = [name for name in OF_SCHEDULE if getattr(given, name) != TrainConfig.model_fields[name].default]
         if clash:
             message = f"{', '.join(clash)} beside the hook scheduler, which makes the schedule: keep one of the two"
             raise ConfigError(message)
@@ -181,23 +180,6 @@ def _config(given: TrainConfig, brought: dict[str, object], point: resume.Resume
     if given.batch_size is not None or given.per_rank_batch_size is not None:
         brought = {name: value for name, value in brought.items() if name not in ("batch_size", "per_rank_batch_size")}
     return TrainConfig(**{**brought, **{name: getattr(given, name) for name in given.given}}), []
-
-
-def _check_stages(stages: tuple[Stage, ...], request: Request, model: nn.Module) -> None:
-    """Whether the patterns of each stage match, and its options agree with the hooks of the cell.
-
-    Raises:
-        ConfigError: names the stage.
-    """
-    names = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    hooked = request.hooks.get("optimizer") is not None
-    for index, stage in enumerate(stages):
-        trainable(names, stage)
-        own = [name for name in _OF_OPTIMIZER if name in stage.options]
-        if hooked and own and "optimizer" not in stage.options:
-            name, what = stage_name(stage, index), ", ".join(own)
-            message = f"stage {name}: {what} beside the hook optimizer, which sets all of it: give the stage an optimizer of its own"
-            raise ConfigError(message)
 
 
 def _job(hooks: dict[str, object], model: nn.Module, *, validates: bool) -> Job:

@@ -321,7 +321,7 @@ class Run:
 
         with self._lock:
             pending, self._load_pending = self._load_pending, False
-        which = weights.chosen(self.config)
+        which = weights.chosen(self.config, patient=self._spec["plan"]["stages"][-1].get("patience") is not None)
         if not pending or self._model is None:
             return None
         weights.remember_initial(self._model, self._files)

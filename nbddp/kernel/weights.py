@@ -79,11 +79,11 @@ def initial_weights(init: str, model: nn.Module, root: Path) -> tuple[Path | Non
     return path.resolve(), f"starts from {path.parent.parent.name}, {path.name}" if path.parent.name == "checkpoints" else f"starts from {path}"
 
 
-def chosen(config: TrainConfig) -> str | None:
-    """`load` resolved: last, best, or None where nothing is loaded."""
+def chosen(config: TrainConfig, *, patient: bool) -> str | None:
+    """`load` resolved: last, best, or None where nothing is loaded; `patient` says that the last stage waits for better values."""
     if config.load == "none":
         return None
-    return config.load if config.load != "auto" else "best" if config.patience is not None else "last"
+    return config.load if config.load != "auto" else "best" if patient else "last"
 
 
 def file_of(run: RunDir, which: str | int) -> Path:

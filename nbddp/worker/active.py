@@ -32,7 +32,9 @@ class ActiveStage:
     ) -> None:
         config, plan, ranks, hooks = stage.config, stage.plan, context.ranks, context.hooks
         self.stage = stage
-        freezer.apply(stage.spec)
+        held = freezer.apply(stage.spec)
+        if stage.spec is not None and stage.spec.freeze_batch_norm and not held:
+            context.message(f"{stage.spec}: freeze_batch_norm holds no layer, since no BatchNorm has all of its parameters frozen", level="warning")
         torch.set_float32_matmul_precision(config.matmul_precision if "matmul_precision" in config.given else context.matmul_precision)
         self.shares = Shares(
             n=context.plan.n_train,

@@ -135,7 +135,6 @@ class Compiler:
             if time.monotonic() > deadline + LATE_S:
                 who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
                 raise StepError(_out_of_time(self._context.config.compile_timeout_s, who))
-            self._context.position.ticks += 1  # waiting here is no hang
             time.sleep(_POLL_S)
 
     def _compile_starts(self, about: CallbackArgs) -> None:

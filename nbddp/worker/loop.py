@@ -90,7 +90,7 @@ class Training:
         self._stage = ActiveStage(self._context, stage, self._freezer, self._compiler, self._feed)
         self._val_every = Every.parse(stage.config.val_every)
         self._reporter.begin_stage(samples_per_epoch=self._context.plan.n_train - stage.plan.dropped, on_nan=stage.config.on_nan)
-        if self._validation is not None and self._needs_names(stage):
+        if self._validation is not None and self._needs_names():
             self._val_names = self._validation.probe(self._stage.updater.precision)
         if resumed is not None:
             self._decisions.went_on_for(resumed.elapsed_s)
@@ -104,9 +104,9 @@ class Training:
         self._warmup_until = progress.step + WARMUP_STEPS
         self._phase("training")
 
-    def _needs_names(self, stage: RankStage) -> bool:
+    def _needs_names(self) -> bool:
         """Whether it matters before the first validation what it will record."""
-        return bool(self._context.hooks.metrics) or stage.plan.monitor not in ("loss", "val_loss")
+        return bool(self._context.hooks.metrics) or any(plan.monitor not in ("loss", "val_loss") for plan in self._context.plan.stages)
 
     def _over(self) -> bool:
         """Whether the run ends here, and not just the stage."""
@@ -197,15 +197,18 @@ class Training:
             self._check_monitor([])
 
     def _check_monitor(self, reported: Iterable[str]) -> None:
-        """Whether anything records the monitored value.
+        """Whether anything records what this stage and those after it monitor.
 
         Raises:
             StepError: lists what is recorded.
         """
-        recorded = ["loss", *self._reporter.names, *(self._val_names or ()), *reported]
-        if self._monitor.name not in recorded and self._val_names is not None:  # None: the first validation will tell
-            message = f"monitor={self._monitor.name} is not recorded; recorded are {', '.join(recorded)}"
-            raise StepError(message)
+        if self._val_names is None:  # the first validation will tell
+            return
+        recorded = ["loss", *self._reporter.names, *self._val_names, *reported]
+        for plan in self._context.plan.stages[self._progress.stage :]:
+            if plan.monitor not in recorded:
+                message = f"monitor={plan.monitor} is not recorded; recorded are {', '.join(recorded)}"
+                raise StepError(message)
 
     def _between(self) -> None:
         """What is due by the number of steps, within an epoch."""

@@ -63,10 +63,9 @@ class Resumed:
 
     def _changed(self, stage: ActiveStage) -> set[str]:
         """Options that differ from the checkpoint's, as they hold in this stage."""
-        before, now = TrainConfig(**self._content["config"]), self._context.config
-        if stage.stage.spec is not None:
-            before, now = stage.stage.spec.config(before), stage.stage.config
-        return {name for name in TrainConfig.model_fields if getattr(before, name) != getattr(now, name)}
+        stored, spec = TrainConfig(**self._content["config"]), stage.stage.spec
+        own = {} if spec is None else spec.options  # the checkpoint's own are not known: they count as the same
+        return {name for name in TrainConfig.model_fields if own.get(name, getattr(stored, name)) != getattr(stage.stage.config, name)}
 
     def _restore_optimizer(self, stage: ActiveStage, changed: set[str]) -> None:
         content, said = self._content, self._context.message

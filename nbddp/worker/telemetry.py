@@ -90,7 +90,7 @@ class Telemetry:
         self._lag = 1 if ranks.device.type == "cuda" else 0
         self._fresh: list[StepRecord] = []
         self._travelling = _Sums([], ranks.device)
-        self._pending: tuple[dist.Work | None, list[torch.Tensor], list[StepRecord]] | None = None
+        self._pending: tuple[dist.Work | None, torch.Tensor, list[StepRecord]] | None = None
         self._k, self._ticks, self._since = 1, 0, time.monotonic()
         self.flags = 0
 
@@ -127,27 +127,22 @@ class Telemetry:
         if self._lag:
             ripe, self._travelling = self._travelling, ripe
         self._fresh = []
-        buffer = torch.zeros(1 + K_MAX, self._width, dtype=torch.float64)
-        rows = [
-            [float(record.step), *sums[:2], *record.times.read(), record.aggregation_s, *sums[2:]]
-            for record, sums in zip(ripe.records, ripe.read(), strict=True)
-        ]
+        rows = [(record.step, *sums[:2], *record.times.read(), record.aggregation_s, *sums[2:]) for record, sums in zip(ripe.records, ripe.read(), strict=True)]
+        buffer = np.zeros((1 + K_MAX, self._width))
         if rows:
-            buffer[1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
+            buffer[1 : 1 + len(rows)] = rows
         flags = self._decide() if self._ranks.rank == 0 else 0
         now = time.monotonic()
         tick_s = (now - self._since) / max(1, self._ticks)
-        next_k = float(np.clip(int(BOUNDARY_S / max(tick_s, 1e-6)), 1, min(K_MAX, K_GROWTH * self._k)))
-        header = [float(len(rows)), float(flags), next_k, float(memory(self._ranks.device))]
-        buffer[0, :4] = torch.tensor(header, dtype=torch.float64)
+        next_k = max(1, min(int(BOUNDARY_S / max(tick_s, 1e-6)), K_MAX, K_GROWTH * self._k))
+        buffer[0, :4] = len(rows), flags, next_k, memory(self._ranks.device)
         self._since, self._ticks = now, 0
-        gathered = [torch.empty_like(buffer) for _ in range(self._ranks.world_size)]
-        work = None
-        if self._ranks.world_size == 1:
-            gathered = [buffer]
-        else:
-            work = dist.all_gather(gathered, buffer, group=self._ranks.telemetry, async_op=True)
-        self._pending = (work, gathered, ripe.records)
+        mine, work = torch.from_numpy(buffer), None
+        everyone = mine[None]
+        if self._ranks.world_size > 1:
+            everyone = torch.empty(self._ranks.world_size, *mine.shape, dtype=torch.float64)
+            work = dist.all_gather(list(everyone.unbind()), mine, group=self._ranks.telemetry, async_op=True)
+        self._pending = (work, everyone, ripe.records)
 
     def _settle(self) -> None:
         if self._pending is None:
@@ -155,7 +150,7 @@ class Telemetry:
         (work, gathered, records), self._pending = self._pending, None
         if work is not None:
             work.wait()
-        everyone = torch.stack(gathered).numpy()
+        everyone = gathered.numpy()
         headers = everyone[:, 0]
         self.flags |= int(headers[0, _FLAGS])
         self._k = int(headers[:, _NEXT_K].min())  # the slowest rank's: in a validation the ranks do not wait for each other
