@@ -3,7 +3,8 @@
 Steps are collected in a float64 buffer of fixed size. Every K steps it is all-gathered, asynchronously and over a process group of its own, and
 applied by all ranks at the next such boundary: no step waits for it. The header of rank 0's buffer carries decisions (stop, checkpoint, the next
 K), so the ranks can't disagree on them. K is chosen by the slowest rank, such that a boundary comes about every 0.25 s, or with every step where
-steps are longer; it at most doubles from one boundary to the next, since the first steps say little: loader workers hold some batches ready.
+steps are longer; it at most doubles from one boundary to the next, since the first steps say little: loader workers hold some batches ready. Steps and
+validations each have a K of their own, which an epoch's end leaves as it is: a run of many short epochs would else report after every few steps.
 """
 
 from __future__ import annotations
@@ -81,6 +82,38 @@ class _Sums:
         return [[float(value) for value in record.sums] for record in self.records]
 
 
+class _Pace:
+    """After how many ticks a boundary comes: K, which all ranks agree on, and what this rank measures to propose the next."""
+
+    __slots__ = ("_since", "_ticks", "_timed", "k")
+
+    def __init__(self) -> None:
+        self.k, self._ticks, self._timed = 1, 0, 0
+        self._since: float | None = time.monotonic()
+
+    def tick(self) -> bool:
+        """Count; return whether this is a boundary."""
+        self._ticks += 1
+        if self._since is None:
+            self._since = time.monotonic()
+        else:
+            self._timed += 1
+        return self._ticks >= self.k
+
+    def propose(self) -> int:
+        """The next K, by the time of the ticks since the last boundary."""
+        now, k = time.monotonic(), self.k
+        if self._timed and self._since is not None:
+            tick_s = (now - self._since) / self._timed
+            k = max(1, min(int(BOUNDARY_S / max(tick_s, 1e-6)), K_MAX, K_GROWTH * k))
+        self._since, self._ticks, self._timed = now, 0, 0
+        return k
+
+    def pause(self) -> None:
+        """Something else takes place until the next tick."""
+        self._since, self._ticks, self._timed = None, 0, 0
+
+
 class Telemetry:
     """The channel of one rank. All ranks make the same calls in the same order."""
 
@@ -90,8 +123,8 @@ class Telemetry:
         self._lag = 1 if ranks.device.type == "cuda" else 0
         self._fresh: list[StepRecord] = []
         self._travelling = _Sums([], ranks.device)
-        self._pending: tuple[dist.Work | None, torch.Tensor, list[StepRecord]] | None = None
-        self._k, self._ticks, self._since = 1, 0, time.monotonic()
+        self._pending: tuple[dist.Work | None, torch.Tensor, list[StepRecord], _Pace | None] | None = None
+        self.begin()
         self.flags = 0
 
     def open(self, scalars: int) -> None:
@@ -100,29 +133,35 @@ class Telemetry:
         assert not self._fresh
         self._width = FIRST_SCALAR + scalars
 
+    def begin(self) -> None:
+        """What follows may be slower than all before, such as another stage: the next boundary is the next tick."""
+        self._of_steps, self._of_validation = _Pace(), _Pace()
+
     def tick(self, record: StepRecord | None = None) -> None:
         """Count a step, or a batch of the validation (without a record); at a boundary, `flags` takes rank 0's decisions in."""
+        pace = self._of_validation
         if record is not None:
             self._fresh.append(record)
-        self._ticks += 1
-        if self._ticks >= self._k:
+            pace = self._of_steps
+        if pace.tick():
             self._settle()
-            self._post()
+            self._post(pace)
 
     def flush(self) -> None:
-        """Apply everything that was measured so far; blocks. The next boundary is the next tick, since what follows may be slower."""
+        """Apply everything that was measured so far; blocks. Steps, and batches of validations, go on at the pace that they had."""
         self._settle()
         for _ in range(1 + self._lag):
-            self._post()
+            self._post(None)
             self._settle()
-        self._k = 1
+        self._of_steps.pause()
+        self._of_validation.pause()
 
     def take(self) -> int:
         """The decisions since the last call."""
         flags, self.flags = self.flags, 0
         return flags
 
-    def _post(self) -> None:
+    def _post(self, pace: _Pace | None) -> None:
         ripe = _Sums(self._fresh, self._ranks.device)
         if self._lag:
             ripe, self._travelling = self._travelling, ripe
@@ -132,28 +171,25 @@ class Telemetry:
         if rows:
             buffer[1 : 1 + len(rows)] = rows
         flags = self._decide() if self._ranks.rank == 0 else 0
-        now = time.monotonic()
-        tick_s = (now - self._since) / max(1, self._ticks)
-        next_k = max(1, min(int(BOUNDARY_S / max(tick_s, 1e-6)), K_MAX, K_GROWTH * self._k))
-        buffer[0, :4] = len(rows), flags, next_k, memory(self._ranks.device)
-        self._since, self._ticks = now, 0
+        buffer[0, :4] = len(rows), flags, 0 if pace is None else pace.propose(), memory(self._ranks.device)
         mine, work = torch.from_numpy(buffer), None
         everyone = mine[None]
         if self._ranks.world_size > 1:
             everyone = torch.empty(self._ranks.world_size, *mine.shape, dtype=torch.float64)
             work = dist.all_gather(list(everyone.unbind()), mine, group=self._ranks.telemetry, async_op=True)
-        self._pending = (work, everyone, ripe.records)
+        self._pending = (work, everyone, ripe.records, pace)
 
     def _settle(self) -> None:
         if self._pending is None:
             return
-        (work, gathered, records), self._pending = self._pending, None
+        (work, gathered, records, pace), self._pending = self._pending, None
         if work is not None:
             work.wait()
         everyone = gathered.numpy()
         headers = everyone[:, 0]
         self.flags |= int(headers[0, _FLAGS])
-        self._k = int(headers[:, _NEXT_K].min())  # the slowest rank's: in a validation the ranks do not wait for each other
+        if pace is not None:
+            pace.k = int(headers[:, _NEXT_K].min())  # the slowest rank's: in a validation the ranks do not wait for each other
         n = int(headers[0, _ROWS])
         if n:
             rows = everyone[:, 1 : 1 + n]
