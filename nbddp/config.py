@@ -104,7 +104,9 @@ class TrainConfig(BaseModel):
     )
     cudnn_benchmark: Flag = _option(True, "let cuDNN time its kernels", "precision and speed")
     compile: Flag = _option(False, "torch.compile", "precision and speed")
-    compile_mode: Literal["reduce-overhead", "max-autotune"] | None = _option(None, "mode of torch.compile", "precision and speed")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = _option(
+        None, "mode of torch.compile", "precision and speed"
+    )
     compile_cache_dir: Path | None = _option(None, "folder on node-local disk for compiled code", "precision and speed")
     compile_timeout_s: Positive = _option(3600.0, "how long compiling may take", "precision and speed", unit="s")
     find_unused_parameters: Flag = _option(False, "let DDP search for parameters that a step does not use", "precision and speed")

@@ -44,12 +44,8 @@ class SwitchedTelemetry(Telemetry):
         """Count a step, or do nothing."""
         block, step = divmod(self.calls, BLOCK)
         type(self).calls += 1
-        if step == 0 and block % 2 == 1:  # K stays what it had become
-            k = self._k
-            self.flush()
-            self._k = k
-        if step == 0 and block % 2 == 0:
-            self._since, self._ticks = time.monotonic(), 0
+        if step == 0 and block % 2 == 1:
+            self.flush()  # the pace stays what it had become
         if step == SETTLING:
             type(self).began = time.perf_counter()
         if block % 2 == 0:

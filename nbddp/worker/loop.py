@@ -89,7 +89,9 @@ class Training:
         self._monitor.enter(stage)
         self._stage = ActiveStage(self._context, stage, self._freezer, self._compiler, self._feed)
         self._val_every = Every.parse(stage.config.val_every)
-        self._reporter.begin_stage(samples_per_epoch=self._context.plan.n_train - stage.plan.dropped, on_nan=stage.config.on_nan)
+        self._reporter.begin_stage(
+            samples_per_epoch=self._context.plan.n_train - stage.plan.dropped, on_nan=stage.config.on_nan, scaled=self._stage.updater.precision == "fp16"
+        )
         if self._validation is not None and self._needs_names():
             self._val_names = self._validation.probe(self._stage.updater.precision)
         if resumed is not None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LOG_PERIOD_S = 1.0
 _ON_NAN = {"warn": "training goes on; --on-nan skip or stop keeps the weights finite", "skip": "the step is skipped", "stop": "the run stops"}
+_LEFT_OUT = "the step is left out, and training goes on"
 
 
 class EpochMeans:
@@ -57,7 +58,7 @@ class Reporter:
 
     def __init__(self, events: EventWriter, *, rank: int, world_size: int) -> None:
         self._events, self._rank, self._world_size = events, rank, world_size
-        self._samples_per_epoch, self._on_nan = 0, "warn"
+        self._samples_per_epoch, self._on_nan, self._scaled = 0, "warn", False
         self.names: tuple[str, ...] = ()
         self.recompiles = 0
         self.means = EpochMeans()
@@ -66,8 +67,9 @@ class Reporter:
         self._unlogged: str | None = None
         self._warned_of: set[str] = set()
 
-    def begin_stage(self, *, samples_per_epoch: int, on_nan: str) -> None:
-        self._samples_per_epoch, self._on_nan = samples_per_epoch, on_nan
+    def begin_stage(self, *, samples_per_epoch: int, on_nan: str, scaled: bool) -> None:
+        """`scaled` says that a loss scaler leaves out steps that are not finite."""
+        self._samples_per_epoch, self._on_nan, self._scaled = samples_per_epoch, on_nan, scaled
 
     def begin_epoch(self) -> None:
         self.means = EpochMeans()
@@ -157,7 +159,7 @@ class Reporter:
 
     def _warn(self, sums: np.ndarray, records: list[StepRecord]) -> None:
         """Say once what is not finite, with the rank where it began; `sums` are of shape (ranks, steps)."""
-        does = _ON_NAN[self._on_nan]
+        does = _LEFT_OUT if self._on_nan == "warn" and self._scaled else _ON_NAN[self._on_nan]
         bad = ~np.isfinite(sums)
         if bad.any():
             index = int(np.flatnonzero(bad.any(axis=0))[0])

@@ -124,7 +124,7 @@ FIELDS = {
     "compile_mode": (
         None,
         [("reduce-overhead", "reduce-overhead"), ("max-autotune", "max-autotune")],
-        [("fast", "must be 'reduce-overhead' or 'max-autotune'"), (1, "must be ")],
+        [("fast", "must be 'default', 'reduce-overhead', 'max-autotune' or 'max-autotune-no-cudagraphs'"), (1, "must be ")],
     ),
     "compile_cache_dir": (None, [("cache", Path("cache")), (Path("/tmp/x"), Path("/tmp/x"))], [(3, "must be a path"), (True, "must be a path")]),
     "compile_timeout_s": positive(3600.0),

@@ -70,18 +70,60 @@ def test_a_few_quick_steps_before_slow_ones_do_not_delay_a_boundary_for_long(clo
     assert set(sizes[5:]) == {1}
 
 
-def test_a_flush_applies_what_there_is_and_begins_anew(clock):
-    channel_, seen = channel()
-    for number in range(1, 31):
-        clock.now += 0.01
+def tick(channel_, clock, steps, duration_s=0.01):
+    for number in steps:
+        clock.now += duration_s
         channel_.tick(record(number))
+
+
+def steps_of(seen):
+    return [[record.step for record in gathered.records] for gathered in seen]
+
+
+def test_a_flush_applies_what_there_is_and_steps_go_on_at_their_pace(clock):
+    channel_, seen = channel()
+    tick(channel_, clock, range(1, 101))
     channel_.flush()
-    assert sum(len(gathered.records) for gathered in seen) == 30
-    clock.now += 0.01
-    channel_.tick(record(31))
-    clock.now += 0.01
-    channel_.tick(record(32))
-    assert seen[-1].records[-1].step == 31
+    assert [step for steps in steps_of(seen) for step in steps] == list(range(1, 101))
+    before = len(seen)
+    clock.now += 60  # something else, which was not the time of a step
+    tick(channel_, clock, range(101, 177))
+    assert steps_of(seen)[before:] == [list(range(101, 126)), list(range(126, 151))], "25 of 0.01 s, as before; the third is on its way"
+
+
+def test_what_may_be_slower_begins_with_a_boundary_at_each_step(clock):
+    channel_, seen = channel()
+    tick(channel_, clock, range(1, 101))
+    channel_.flush()
+    channel_.begin()
+    before = len(seen)
+    tick(channel_, clock, range(101, 104), 5.0)
+    assert steps_of(seen)[before:] == [[101], [102]]
+
+
+def test_validations_and_steps_have_a_pace_of_their_own(clock):
+    decided = []
+    channel_, seen = channel(lambda: decided.append(clock.now) or 0)
+    tick(channel_, clock, range(1, 101))
+    for _ in range(2):
+        channel_.flush()
+        decided.clear()
+        for _ in range(4):  # each takes a second
+            clock.now += 1.0
+            channel_.tick()
+        assert len(decided) == 4, "after each batch"
+        channel_.flush()
+        before = len(seen)
+        tick(channel_, clock, range(101, 152))
+        assert steps_of(seen)[before:] == [list(range(101, 126))], "every 25 steps, whatever the validation took"
+
+
+def test_a_slower_pace_is_found_after_a_flush_as_well(clock):
+    channel_, seen = channel()
+    tick(channel_, clock, range(1, 101))
+    channel_.flush()
+    tick(channel_, clock, range(101, 400), 0.5)
+    assert max(len(steps) for steps in steps_of(seen)[-5:]) == 1
 
 
 def test_columns_are_where_readers_look_for_them(clock):
