@@ -6,6 +6,7 @@ import ipaddress
 import secrets
 import stat
 import subprocess
+import time
 from pathlib import Path
 from socket import SOCK_DGRAM
 
@@ -51,7 +52,7 @@ def test_run_directories_are_the_owners_whatever_the_umask(nb, tmp_path):
 
 
 def test_values_of_the_environment_are_on_no_disk(notebook, tmp_path):
-    secret = secrets.token_hex(16)
+    secret, since = secrets.token_hex(16), time.time() - 1
     nb = notebook(env={"INHERITED_TOKEN": secret})
     nb.run(ALONE, check=True)
     word = secrets.token_hex(8)
@@ -61,19 +62,19 @@ def test_values_of_the_environment_are_on_no_disk(notebook, tmp_path):
     body = f"def training_step(model, batch):\n    {check}\n    return step(model, batch)"
     start(nb, f"net samples {ENDLESS} --checkpoint-every '2 steps'", body)
     places = [nb.folder, Path("/tmp"), Path("/dev/shm"), Path("/var/tmp")]
-    assert holding(value, places) == holding(secret, places) == []
+    assert holding(value, places, since) == holding(secret, places, since) == []
     nb.interrupt()
     nb.wait()
     assert nb.eval("run.state") == "stopped"
     nb.run(f"%%ddp_train net samples {ENDLESS}\ndef training_step(model, batch):\n    raise KeyError(len(os.environ['SECRET_TOKEN']))")
     assert "KeyError: 32" in nb.cells[-1].error.traceback
-    assert holding(value, places) == holding(secret, places) == []
+    assert holding(value, places, since) == holding(secret, places, since) == []
 
 
-def holding(text: str, places: list[Path]) -> list[str]:
-    """Files that hold a text; those of other tests' temporary folders come and go meanwhile."""
-    done = subprocess.run(["grep", "-rlaF", "--devices=skip", text, *map(str, places)], capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()
+def holding(text: str, places: list[Path], since: float) -> list[str]:
+    """Files written since then that hold a text; those of other tests' temporary folders come and go meanwhile."""
+    search = ["find", *map(str, places), "-type", "f", "-newermt", f"@{since}", "-exec", "grep", "-laF", text, "{}", "+"]
+    return subprocess.run(search, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def test_nothing_of_a_run_listens_beyond_loopback(nb):
