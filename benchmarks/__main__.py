@@ -1,4 +1,4 @@
-"""Measure everything (or what is named: start, steps, handover, precision) and print ratios: `python -m benchmarks [NAMES]`."""
+"""Measure everything (or what is named: start, steps, handover, precision, aggregation, checkpoints) and print ratios: `python -m benchmarks [NAMES]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import handover, precision, start, steps
+from benchmarks import aggregation, checkpoints, handover, precision, start, steps
 
 
 def _start() -> list[tuple[str, float, str]]:
@@ -46,7 +46,26 @@ def _precision() -> list[tuple[str, float, str]]:
     return [(f"steps/s, {name}", value, "reported") for name, value in figures.items() if name.endswith("/ fp32")]
 
 
-MEASURES = {"start": _start, "steps": _steps, "handover": _handover, "precision": _precision}
+def _aggregation() -> list[tuple[str, float, str]]:
+    figures = aggregation.measure()
+    print(json.dumps(figures))
+    return [
+        ("aggregation / step of 5 ms: loop with / without it - 1", figures["with / without - 1"], "at most 0.01"),
+        ("the same: time in it / 5 ms", figures["tick / 5 ms"], "at most 0.01"),
+        ("the same: processor's time in it / 5 ms", figures["cpu of tick / 5 ms"], "at most 0.01"),
+    ]
+
+
+def _checkpoints() -> list[tuple[str, float, str]]:
+    figures = checkpoints.measure()
+    print(json.dumps(figures))
+    return [
+        ("pause for a checkpoint of 1.2 GB / blocking torch.save", figures["pause / torch.save"], "at most 0.2"),
+        ("the same, the first of a run", figures["first_pause / torch.save"], "at most 0.2"),
+    ]
+
+
+MEASURES = {"start": _start, "steps": _steps, "handover": _handover, "precision": _precision, "aggregation": _aggregation, "checkpoints": _checkpoints}
 
 
 def main(names: list[str]) -> int:

@@ -85,7 +85,6 @@ def measure(rounds: int = 3) -> dict[str, float]:
             saves = [float(path.read_text()) for path in Path(folder).glob("*.json")]
         for name, value in zip(figures, (first, statistics.median(later), statistics.median(saves)), strict=True):
             figures[name].append(value)
-        print(json.dumps({name: values[-1] for name, values in figures.items()}), saves, later, flush=True)
     ratios = {
         f"{name} / torch.save": statistics.median(pause / save for pause, save in zip(figures[f"{name}_s"], figures["torch_save_s"], strict=True))
         for name in ("first_pause", "pause")

@@ -45,6 +45,12 @@ _SCHEMA: dict[str, tuple[type, ...]] = {
     "value": (float, int, _NONE),
     "finite": (bool,),
 }
+_NESTED: dict[str, dict[str, tuple[type, ...]]] = {
+    "early_stop": {"without_gain": (int,), "validated_at": (int,)},
+    "epoch_sums": {"loss": (float, int), "weight": (float, int), "scalars": (dict,), "samples": (int,), "steps": (int,), "times": (list,)},
+    "best": {"name": (str,), "mode": (str,), "value": (float, int, _NONE), "epoch": (int,), "step": (int,)},
+    "scheduler": {"steps": (int,), "epochs": (int,), "kind": (str,), "rates": (list,)},
+}
 _SAMPLER = ("seed", "stage", "epoch", "step", "samples", "n")
 _OPTIMIZER: dict[str, tuple[type, ...]] = {"state": (dict,), "param_groups": (list,)}
 _FALLBACKS = ("best.pt", "epoch-*.pt", "step-*.pt", "stage-*.pt")
@@ -82,6 +88,8 @@ def _problems(content: dict[str, Any]) -> list[str]:
         return problems
     problems += _wrong(content["sampler"], dict.fromkeys(_SAMPLER, (int,)), "sampler.")
     problems += _wrong(content["optimizer"], _OPTIMIZER, "optimizer.")
+    for name, schema in _NESTED.items():
+        problems += _wrong(content[name], schema, f"{name}.") if content[name] is not None else []
     ranks = content["world_size"]
     for name in ("rng", "comm_hook"):
         if content[name] is not None and len(content[name]) != ranks:

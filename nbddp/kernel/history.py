@@ -138,12 +138,14 @@ class History:
         with self._lock:
             self._update()
             own = _joined([attempt.epochs for attempt in self._in_order()], self._cuts())
+            begun = _joined([attempt.steps for attempt in self._in_order()], self._cuts())["epoch"][:1]
         parts = [own]
         for parent, until in reversed(self._parents):
             earlier = parent.epochs
             again = np.isin(earlier["epoch"], np.concatenate([part["epoch"] for part in parts]))
-            left = np.isin(earlier["step"], list(parent._partial()))
+            left = np.isin(earlier["step"], list(parent._partial())) & np.isin(earlier["epoch"], begun)
             parts.insert(0, _rows(earlier, (earlier["step"] <= until) & ~again & ~left))
+            begun = parent.steps["epoch"][:1]
         return _stacked(parts)
 
     def _partial(self) -> set[int]:

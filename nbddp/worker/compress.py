@@ -52,6 +52,7 @@ class Cast:
 
     def __init__(self, dtype: torch.dtype, world_size: int) -> None:
         self.dtype, self.world_size = dtype, world_size
+        self._wires: dict[int, torch.Tensor] = {}
 
     def register(self, ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(self, lambda compression, bucket: compression.send(bucket))
@@ -60,7 +61,7 @@ class Cast:
         """Ask for the mean of a bucket; complex gradients are in it as pairs of real ones."""
         buffer = bucket.buffer()
         buffer.div_(self.world_size)  # before the cast, so that the sum has the range of one gradient
-        wire = buffer if buffer.is_sparse or buffer.element_size() <= self.dtype.itemsize else buffer.to(self.dtype)
+        wire = buffer if buffer.is_sparse or buffer.element_size() <= self.dtype.itemsize else self._wire(bucket.index(), buffer).copy_(buffer)
 
         def widen(done: Future[list[torch.Tensor]]) -> torch.Tensor:
             (reduced,) = done.value()
@@ -74,3 +75,10 @@ class Cast:
 
     def load(self, state: dict[str, Any] | None) -> None:
         """There is nothing to remember."""
+
+    def _wire(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Kept from step to step: fresh memory takes a CPU longer than the cast itself."""
+        wire = self._wires.get(index)
+        if wire is None or wire.shape != buffer.shape:
+            self._wires[index] = wire = torch.empty_like(buffer, dtype=self.dtype)
+        return wire

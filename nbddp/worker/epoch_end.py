@@ -98,8 +98,16 @@ class EpochEnd:
     def _run(self, state: EpochState) -> None:
         """The user's code; afterwards modules are in the modes, and parameters without the gradients, that the next step expects."""
         modes = [(module, module.training) for module in state.model.modules()]
+        groups = len(state.optimizer.param_groups)
+        training = [parameter.requires_grad for parameter in state.model.parameters()]
         with torch.enable_grad():
             self._hook(state)
+        if len(state.optimizer.param_groups) != groups:
+            message = f"{HOOK} adds parameter groups to the optimizer of rank 0 alone: a stage with an optimizer of its own can have others"
+            raise StepError(message)
+        if [parameter.requires_grad for parameter in state.model.parameters()] != training:
+            message = f"{HOOK} changes requires_grad on rank 0 alone: a stage can freeze, nbddp.Stage(freeze=...)"
+            raise StepError(message)
         for module, mode in modes:
             module.training = mode
         for parameter in state.model.parameters():

@@ -27,6 +27,8 @@ class Verdict:
     stop: bool = False
 
 
+CLIP_EPS = 1e-6
+"""What torch's own clipping adds to the norm that it divides by."""
 TAKEN = Verdict()
 TOO_LARGE = Verdict(applied=False, overflow=True)
 
@@ -77,13 +79,26 @@ class Guard:
         """Clip; return False where the norm is not finite and the options say not to step then."""
         if self._clip_norm is None and not self.refuses:
             return True
-        gradients = [parameter.grad for parameter in self._trainable if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        dense, sparse = self._gradients()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in dense if parameter.grad is not None] + sparse)
         if self.refuses and not math.isfinite(float(norm)):
             return False
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable, self._clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(dense, self._clip_norm, norm)
+            for values in sparse:
+                values.mul_((self._clip_norm / (norm + CLIP_EPS)).clamp(max=1.0))
         return True
+
+    def _gradients(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """Parameters with dense gradients, and the values of sparse ones, each entry once."""
+        dense, sparse = [], []
+        for parameter in self._trainable:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                sparse.append(parameter.grad._values())
+            else:
+                dense.append(parameter)
+        return dense, sparse
 
     def _refuse(self) -> Verdict:
         with torch.no_grad():

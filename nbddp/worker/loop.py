@@ -283,7 +283,8 @@ class Training:
     def _report_epoch(self) -> dict[str, float]:
         """Call on_epoch_end; return what it reported, on every rank."""
         assert self._epoch_end is not None
-        progress = self._progress
+        progress, groups = self._progress, self._stage.optimizer.param_groups
+        rates = [float(group.get("lr", math.nan)) for group in groups]
         reported = self._epoch_end.call(
             **self._at(),
             stage_name=self._stage.stage.name,
@@ -294,6 +295,9 @@ class Training:
             optimizer=self._stage.optimizer,
             taken=frozenset(self._reporter.names),
         )
+        if self._stage.scheduler.sets_rates and rates != [float(group.get("lr", math.nan)) for group in groups]:
+            text = "on_epoch_end sets lr, and so does the schedule in every step: what the hook sets holds for one step"
+            self._context.message(f"{text}; --schedule constant leaves lr to the hook", level="warning")
         if reported and self._context.ranks.rank == 0:
             self._context.events.emit("reported", values=reported, **self._at())
         return reported

@@ -266,6 +266,9 @@ def numbers_of(name: str, value: Any) -> Values:
         StepError: names the metric and what it returned.
     """
     if isinstance(value, Mapping):
+        if strange := [part for part in value if not f"{name}_{part}".isidentifier()]:
+            message = f"metrics: {name} is computed to a dict with the name {strange[0]!r}: names are made of letters, digits and underscores"
+            raise StepError(message)
         return {key: number for part, item in value.items() for key, number in numbers_of(f"{name}_{part}", item).items()}
     if (number := real_number(value)) is not None:
         return {name: number}

@@ -38,8 +38,17 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, lr: float | None, h
     Raises:
         StepError: where the hook returns something else, or the options ask for what this optimizer does not have.
     """
-    if hook is not None:
-        return _checked(hook(model), model)
+    made = _by_option(model, config, lr) if hook is None else _checked(hook(model), model)
+    if config.grad_compression == "powersgd" and needs_closure(made):
+        message = (
+            f"grad_compression=powersgd gives another gradient at each look at the same weights, and {type(made).__name__} compares them: "
+            "use bf16 or fp16, or leave grad_compression out"
+        )
+        raise StepError(message)
+    return made
+
+
+def _by_option(model: nn.Module, config: TrainConfig, lr: float | None) -> Optimizer:
     cls = _CLASSES[config.optimizer]
     known = inspect.signature(cls).parameters
     asked = {"lr": lr, "weight_decay": config.weight_decay, "momentum": config.momentum, "fused": config.fused or None}

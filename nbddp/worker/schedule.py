@@ -56,6 +56,11 @@ class Scheduler:
         self._part = _Shaped(optimizer, config, total_steps) if hook is None else _Hooked(optimizer, config, hook)
         self._steps = self._epochs = 0
 
+    @property
+    def sets_rates(self) -> bool:
+        """Whether the rates of each step are the schedule's, whatever others set."""
+        return isinstance(self._part, _Shaped) and self._part.moves
+
     def after_step(self) -> None:
         """After a step whose update was applied; others, such as those with an overflow of fp16, don't count."""
         self._steps += 1
@@ -100,20 +105,20 @@ class _Shaped:
         if total_steps is not None and config.warmup_steps > total_steps:
             message = f"warmup_steps={config.warmup_steps} is more than the {total_steps} steps of the stage"
             raise StepError(message)
-        self._moves = config.schedule != "constant" or config.warmup_steps > 0
-        if self._moves and any("lr" not in group for group in optimizer.param_groups):
+        self.moves = config.schedule != "constant" or config.warmup_steps > 0
+        if self.moves and any("lr" not in group for group in optimizer.param_groups):
             message = f"{type(optimizer).__name__} has no lr, and schedule={config.schedule} with warmup_steps={config.warmup_steps} sets one: leave them out"
             raise StepError(message)
         self._optimizer = optimizer
         self.rates = [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
         self._plateau = _Plateau(config) if config.schedule == "plateau" else None
         self._step = 0
-        if self._moves:
+        if self.moves:
             self._set()
 
     def after_step(self, steps: int) -> None:
         self._step = steps
-        if self._moves:
+        if self.moves:
             self._set()
 
     def after_epoch(self, value: float | None) -> None:
@@ -122,13 +127,13 @@ class _Shaped:
             self._set()
 
     def state(self) -> dict[str, Any]:
-        return {"moves": self._moves, "plateau": None if self._plateau is None else self._plateau.state()}
+        return {"moves": self.moves, "plateau": None if self._plateau is None else self._plateau.state()}
 
     def load(self, own: dict[str, Any], rates: list[float], steps: int) -> None:
         self._step = steps
         if self._plateau is not None:
             self._plateau.load(own["plateau"])
-        if self._moves or own["moves"] or rates != self.rates:  # else an optimizer's own changes of its rate stay
+        if self.moves or own["moves"] or rates != self.rates:  # else an optimizer's own changes of its rate stay
             self._set()
 
     def enter(self, steps: int, epochs: int) -> None:

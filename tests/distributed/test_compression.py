@@ -193,6 +193,28 @@ def test_sparse_gradients_travel_as_they_are(ranks, name):
     assert torch.equal(results[0]["table"], results[0]["wanted"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_on_a_gpu(ranks, name):
+    """Two ranks share a GPU, which gloo allows."""
+
+    def low(rank):
+        return numbers(rank, 60, 2) @ numbers(rank + 5, 2, 50)
+
+    def run(rank):
+        ddp, _ = wrapped(Given(p=low(0), q=numbers(0, 3)).cuda(), name)
+        first = reduce(ddp, {"p": low(rank).cuda(), "q": numbers(rank, 3).cuda()})["p"].cpu()
+        broken = reduce(ddp, {"p": torch.full((60, 50), torch.inf, device="cuda"), "q": numbers(rank, 3).cuda()})["p"]
+        assert not torch.isfinite(broken).any()
+        again = reduce(ddp, {"p": low(rank).cuda(), "q": numbers(rank, 3).cuda()})["p"].cpu()
+        assert torch.allclose(again, first, atol=1e-3)
+        return {"p": first}
+
+    results = ranks(2, run)
+    assert_equal_on_all_ranks(results)
+    assert torch.allclose(results[0]["p"], (low(0) + low(1)) / 2, atol=0.1)
+
+
 # -- over a checkpoint
 
 
@@ -257,7 +279,7 @@ def test_a_state_is_kept_until_its_parameter_sends_and_none_begins_anew(ranks):
 def test_a_state_of_another_model_is_refused(ranks):
     def run(rank):
         _, compression = wrapped(Given(p=torch.zeros(40, 30), q=torch.zeros(40, 30)), "powersgd")
-        memory = {"q": torch.zeros(30, 4), "error": torch.zeros(40, 30)}
+        memory = {"q": torch.zeros(4, 30), "error": torch.zeros(40, 30)}
         compression.load({"matrices": {"p": memory}})
         for state, message in [
             ({"matrices": {"other": memory}}, "the model has no parameter other"),

@@ -8,7 +8,18 @@ import torch
 from nbddp.worker.digest import Digester
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.int8, torch.int32, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int32,
+    torch.bool,
+]
 
 
 def digest(tensor, **options):

@@ -64,6 +64,17 @@ def test_fused_kernels_step(name):
     assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adam", "adamw", "adagrad", "sgd"])
+def test_fused_kernels_step_on_a_gpu(name):
+    model = net().cuda()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = made(model, optimizer=name, fused=True, lr=0.1)
+    model(torch.ones(3, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_parameters_that_do_not_require_a_gradient_are_left_out():
     model = net()
     model[0].requires_grad_(False)
@@ -144,6 +155,13 @@ def test_a_scheduler_hides_no_need_of_a_closure():
     optimizer = made(optimizer="lbfgs")
     Scheduler(optimizer, TrainConfig(), lambda o: torch.optim.lr_scheduler.StepLR(o, 1), total_steps=None)
     assert needs_closure(optimizer)
+
+
+def test_a_search_needs_gradients_that_do_not_depend_on_those_before():
+    for hook, options in [(None, {"optimizer": "lbfgs"}), (searching, {})]:
+        with pytest.raises(StepError, match=r"grad_compression=powersgd gives another gradient .* LBFGS compares them: use bf16 or fp16"):
+            made(hook=hook, grad_compression="powersgd", **options)
+        made(hook=hook, grad_compression="bf16", **options)
 
 
 # -- over a checkpoint

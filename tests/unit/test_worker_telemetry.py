@@ -70,7 +70,7 @@ def test_a_few_quick_steps_before_slow_ones_do_not_delay_a_boundary_for_long(clo
     assert set(sizes[5:]) == {1}
 
 
-def tick(channel_, clock, steps, duration_s=0.01):
+def tick(channel_, clock, steps, duration_s=1 / 64):
     for number in steps:
         clock.now += duration_s
         channel_.tick(record(number))
@@ -87,8 +87,8 @@ def test_a_flush_applies_what_there_is_and_steps_go_on_at_their_pace(clock):
     assert [step for steps in steps_of(seen) for step in steps] == list(range(1, 101))
     before = len(seen)
     clock.now += 60  # something else, which was not the time of a step
-    tick(channel_, clock, range(101, 177))
-    assert steps_of(seen)[before:] == [list(range(101, 126)), list(range(126, 151))], "25 of 0.01 s, as before; the third is on its way"
+    tick(channel_, clock, range(101, 149))
+    assert steps_of(seen)[before:] == [list(range(101, 117)), list(range(117, 133))], "16 of 1/64 s, as before; the third is on its way"
 
 
 def test_what_may_be_slower_begins_with_a_boundary_at_each_step(clock):
@@ -114,8 +114,8 @@ def test_validations_and_steps_have_a_pace_of_their_own(clock):
         assert len(decided) == 4, "after each batch"
         channel_.flush()
         before = len(seen)
-        tick(channel_, clock, range(101, 152))
-        assert steps_of(seen)[before:] == [list(range(101, 126))], "every 25 steps, whatever the validation took"
+        tick(channel_, clock, range(101, 133))
+        assert steps_of(seen)[before:] == [list(range(101, 117))], "every 16 steps, whatever the validation took"
 
 
 def test_a_slower_pace_is_found_after_a_flush_as_well(clock):
