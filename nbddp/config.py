@@ -321,6 +321,12 @@ def _lbfgs_steps_back_never(config: TrainConfig) -> str | None:
     return None
 
 
+def _lbfgs_compares_gradients(config: TrainConfig) -> str | None:
+    if config.optimizer == "lbfgs" and config.grad_compression == "powersgd":
+        return "grad_compression=powersgd gives another gradient at each look at the same weights, and lbfgs compares them: bf16, fp16 or none"
+    return None
+
+
 def _scale_of_lr(config: TrainConfig) -> str | None:
     if config.lr_scale is not None and config.base_batch_size is None:
         return f"lr_scale={config.lr_scale} needs base_batch_size, the batch that lr was tuned for: --base-batch-size 256"
@@ -370,6 +376,7 @@ _RULES = (
     _momentum_exists,
     _weight_decay_exists,
     _lbfgs_steps_back_never,
+    _lbfgs_compares_gradients,
     _scale_of_lr,
     _compile_options,
     _initial_or_resumed,

@@ -30,6 +30,8 @@ OF_SCHEDULE = ("schedule", "warmup_steps")
 
 _EITHER = {"batch_size": "per_rank_batch_size", "per_rank_batch_size": "batch_size"}
 
+_ARGUMENTS = ("name", "freeze", "train_only", "freeze_batch_norm", "scheduler")
+
 
 class Stage:
     """One stage of a run: ``stages = [Stage("head", freeze="backbone.*", epochs=3), Stage("all", epochs=5, lr=1e-4)]``.
@@ -91,6 +93,10 @@ class Stage:
 
     def _checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """The options by the fields' own names; the rules between them are checked with those of the run."""
+        for name in options:
+            if name not in TrainConfig.model_fields and (near := suggest(name, _ARGUMENTS)):
+                message = f"{self}: {name} is not an option.{near}"
+                raise ConfigError(message)
         try:
             read = TrainConfig.read(options)
         except ConfigError as error:

@@ -341,6 +341,7 @@ def _stage(state: RunState, event: Event) -> None:
     lr = data.get("lr")
     state.stages.append(StageRecord(data["stage"], str(data["name"]), data["step"], str(data.get("precision", "")), None if lr is None else float(lr)))
     state.stage = data["stage"]
+    state.total_steps = data.get("total_steps", state.total_steps)
 
 
 def _checkpoint(state: RunState, event: Event) -> None:

@@ -6,6 +6,7 @@ Made in the kernel of a RunState, so that attaching to a finished run shows the 
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 PNG_BYTES = 60_000
 NOTES = 8
+MOST_VALUES = 10
 TRACEBACK_LINES = 200
 
 
@@ -126,7 +128,8 @@ def _facts(run_dir: RunDir, state: RunState) -> list[tuple[str, str]]:
 def _values(state: RunState) -> list[tuple[str, str]]:
     """Last and lowest value of the loss and of what the validation recorded."""
     loss = state.epochs[-1].loss if state.epochs and state.epochs[-1].step == state.step else state.report.epoch_loss
-    values = {"loss": loss, **state.validated}
+    recorded = state.epochs[-1].values if state.epochs else {}  # what on_epoch_end reported, and the means of the step's own scalars
+    values = dict(itertools.islice({"loss": loss, **state.validated, **recorded}.items(), MOST_VALUES))
     facts = []
     for name, value in values.items():
         lowest = state.lowest.get(name)

@@ -150,6 +150,17 @@ class CheckpointTable(_Table[CheckpointEntry]):
     """The checkpoint files of a run."""
 
     HEADER = ("name", "path", "epoch", "step", "value", "size")
+
+    def __getitem__(self, key: Any) -> Any:
+        """An entry by its place, or by its name: ``run.checkpoints["best"]``."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for row in self:
+            if row.name == key:
+                return row
+        message = f"no checkpoint {key}; there are {', '.join(row.name for row in self) or 'none'}"
+        raise KeyError(message)
+
     LEFT = 2
     EMPTY = "no checkpoints"
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbddp.data import Shares
-from nbddp.worker.optim import Scheduler, make_optimizer
+from nbddp.worker.optim import make_optimizer
+from nbddp.worker.schedule import Scheduler
 from nbddp.worker.step import StepModule
 from nbddp.worker.update import Updater, precision_in_effect
 from nbddp.worker.wrap import Replica
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from nbddp.worker.context import Context, RankStage
     from nbddp.worker.feed import Feed
     from nbddp.worker.freeze import Freezer
+    from nbddp.worker.progress import Progress
 
 
 class ActiveStage:
@@ -59,6 +61,15 @@ class ActiveStage:
     def trainable(self) -> int:
         """Number of elements of the parameters that train."""
         return sum(parameter.numel() for parameter in self.replica.trainable)
+
+    def steps_to_come(self, progress: Progress) -> int | None:
+        """Steps that are left of the stage; None where their number is not known."""
+        plan, within = self.stage.plan, progress.within_epoch
+        left = [] if plan.max_steps is None else [plan.max_steps - progress.stage_step]
+        if plan.epochs is not None:
+            under_way = self.shares.steps_left(progress.epoch_samples) if within else 0
+            left.append((plan.epochs - progress.stage_epochs_done - within) * plan.steps_per_epoch + under_way)
+        return min(left, default=None)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""

@@ -34,7 +34,7 @@ def rank_folder(given: Path | None, rank: int) -> Path:
     """
     named = given or (Path(variable) if (variable := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) else None)
     if named is None:
-        folder = _own_folder(Path(tempfile.gettempdir()) / f"nbddp-compiled-{os.getuid()}") / f"rank-{rank}"
+        folder = _own_folder(_temporary() / f"nbddp-compiled-{os.getuid()}") / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
     folder = named.expanduser().absolute() / f"rank-{rank}"
@@ -47,13 +47,19 @@ def rank_folder(given: Path | None, rank: int) -> Path:
     return folder
 
 
+def _temporary() -> Path:
+    """The user's temporary folder: tempfile's own is one of this run in ranks, and goes with it."""
+    named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+    return next((Path(place) for place in (*named, "/tmp", "/var/tmp") if os.access(place, os.W_OK | os.X_OK)), Path(tempfile.gettempdir()))
+
+
 def _own_folder(wanted: Path) -> Path:
     """The folder if it is this user's alone, else a new one: code is run from it, and in a common temporary folder anybody could have made it."""
     wanted.mkdir(mode=0o700, exist_ok=True)
     status = wanted.lstat()
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
         return wanted
-    return Path(tempfile.mkdtemp(prefix=f"{wanted.name}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{wanted.name}-", dir=wanted.parent))
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:

@@ -61,6 +61,20 @@ class CompiledStep:
         raise explained(reason)
 
 
+def scope_of_its_own(*functions: Any) -> None:
+    """Let the compiler find the globals of a cell's functions where they are.
+
+    It takes those of a function that it meets within another for those of the module that their `__name__` names. A cell's body has a copy of the notebook's
+    names, which are not all in this process's `__main__`; without a `__name__`, the function's own are taken.
+    """
+    main = vars(sys.modules["__main__"])
+    for function in functions:
+        called = function if hasattr(function, "__globals__") else getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
+        scope = getattr(called, "__globals__", main)
+        if scope is not main and scope.get("__name__") == main.get("__name__", "__main__"):
+            del scope["__name__"]
+
+
 def in_compiled_code(error: Exception) -> bool:
     """Whether an exception comes from the compiler or from code that it made, and not from a line of Python, nor from another rank."""
     if is_collective(error) or isinstance(error, torch.OutOfMemoryError):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbddp.precision import autocast_context
 from nbddp.worker import rng
 from nbddp.worker.compile_cache import NETWORK, file_system, rank_folder
-from nbddp.worker.compiled import CompiledStep, explained, in_compiled_code
+from nbddp.worker.compiled import CompiledStep, explained, in_compiled_code, scope_of_its_own
 from nbddp.worker.errors import StepError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Compiler:
         torch._dynamo.reset()
         callback_handler.register_start_callback(self._compile_starts)
         callback_handler.register_end_callback(self._compile_ends)
+        scope_of_its_own(context.hooks.training_step, context.hooks.loss)
         module.call = CompiledStep(module.step, stage.config.compile_mode)
         with _time_limit(timeout_s, context.ranks.rank), rng.preserved(context.ranks.device), _preserved(module, context.hooks.loss):
             self._rehearse(stage, module, precision, first_batch)

@@ -35,10 +35,10 @@ class EpochState:
     loss: float
     values: Mapping[str, float]
     lr: float
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    model: nn.Module = field(repr=False)
+    optimizer: torch.optim.Optimizer = field(repr=False)
     reported: dict[str, float] = field(default_factory=dict)
-    _taken: frozenset[str] = frozenset()
+    _taken: frozenset[str] = field(default=frozenset(), repr=False)
 
     def report(self, **values: Any) -> None:
         """Record real numbers, or tensors of one element, of this epoch; `monitor` may name one of them. Of two with the same name the later counts.

@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from nbddp.errors import suggest
 from nbddp.worker import rng
 from nbddp.worker.active import ActiveStage
 from nbddp.worker.compiling import Compiler
@@ -102,9 +103,19 @@ class Training:
                 self._saver.adopt_best(resumed.best)
         if self._context.ranks.rank == 0:
             facts = {"epochs": stage.plan.epochs, "batch_size": stage.plan.batch_size, "lr": stage.plan.lr, "precision": self._stage.updater.precision}
-            self._context.events.emit("stage", stage=stage.index, name=stage.name, step=progress.step, trainable=self._stage.trainable, **facts)
+            at = {"stage": stage.index, "name": stage.name, "step": progress.step, "total_steps": self._total_steps()}
+            self._context.events.emit("stage", **at, trainable=self._stage.trainable, **facts)
         self._warmup_until = progress.step + WARMUP_STEPS
         self._phase("training")
+
+    def _total_steps(self) -> int | None:
+        """Where the run will end, as of now: one that went on with another batch size has taken other steps than planned."""
+        limit, stages = self._context.plan.max_steps, self._context.plan.stages
+        steps = [self._stage.steps_to_come(self._progress), *(stage.total_steps for stage in stages[self._stage.stage.index + 1 :])]
+        limits = [] if limit is None else [limit]
+        if None not in steps:
+            limits.append(self._progress.step + sum(count for count in steps if count is not None))
+        return min(limits, default=None)
 
     def _needs_names(self) -> bool:
         """Whether it matters before the first validation what it will record."""
@@ -209,7 +220,7 @@ class Training:
         recorded = ["loss", *self._reporter.names, *self._val_names, *reported]
         for plan in self._context.plan.stages[self._progress.stage :]:
             if plan.monitor not in recorded:
-                message = f"monitor={plan.monitor} is not recorded; recorded are {', '.join(recorded)}"
+                message = f"monitor={plan.monitor} is not recorded; recorded are {', '.join(recorded)}.{suggest(plan.monitor, recorded)}"
                 raise StepError(message)
 
     def _between(self) -> None:

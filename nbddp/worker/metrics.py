@@ -282,7 +282,7 @@ def numbers_of(name: str, value: Any) -> Values:
 def real_number(value: Any) -> float | None:
     """The number that a real number is, or a tensor or array of one element; None for anything else."""
     if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 and not value.is_complex() else None
+        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, np.ndarray | np.generic):
         return float(value.reshape(())) if value.size == 1 and value.dtype.kind in "biuf" else None
     return float(value) if isinstance(value, numbers.Real) else None

@@ -11,7 +11,6 @@ from torch import nn
 
 from nbddp.config import FUSED_OPTIMIZERS
 from nbddp.worker.errors import StepError
-from nbddp.worker.schedule import Scheduler as Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

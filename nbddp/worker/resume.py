@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nbddp.worker.progress import Monitor, Progress
     from nbddp.worker.report import Reporter
 
-_OF_GROUPS = ("weight_decay", "momentum", "fused")
+_OF_GROUPS = ("weight_decay", "momentum")
 """Options that live in the optimizer's parameter groups, which a checkpoint brings back; the learning rate is the scheduler's to set."""
 
 
@@ -73,8 +73,12 @@ class Resumed:
             said("the optimizer is another one than the checkpoint's: it begins anew, and so does the schedule")
             return
         own = [{key: value for key, value in group.items() if key != "params"} for group in stage.optimizer.param_groups]
+        saved = copy.deepcopy(content["optimizer"])
+        if "fused" in changed and stage.stage.optimizer is None:  # before the state is loaded, which goes where the kernels want it
+            for group, wanted in zip(saved["param_groups"], own, strict=False):
+                group["fused"] = wanted.get("fused")
         try:
-            stage.optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))
+            stage.optimizer.load_state_dict(saved)
         except (ValueError, KeyError) as error:
             message = f"the checkpoint's optimizer state does not fit the optimizer: {error}; --init with the same run starts from its weights alone"
             raise StepError(message) from error

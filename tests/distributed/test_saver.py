@@ -80,7 +80,9 @@ def state(step, **more):
     at = {"epoch": done + bool(within), "step": step, "epochs_done": done, "stage": 0, "stage_name": "0", "stage_step": step, "stage_epochs_done": done}
     sampler = {"seed": 0, "stage": 0, "epoch": at["epoch"], "step": within or 10, "samples": 0, "n": 100}
     others = {"optimizer": {"state": {}, "param_groups": []}, "scheduler": None, "scaler": None, "precision": "fp32", "elapsed_s": 1.0}
-    return {**others, **at, "sampler": sampler, "epoch_sums": {}, "values": {}, "metrics": {}, "early_stop": {}, "best": {}, **more}
+    judged = {"early_stop": {"without_gain": 0, "validated_at": -1}, "best": {"name": "loss", "mode": "min", "value": None, "epoch": 0, "step": 0}}
+    sums = {"loss": 1.0, "weight": 2.0, "scalars": {}, "samples": 2, "steps": 1, "times": [0.0] * 3}
+    return {**others, **at, "sampler": sampler, "epoch_sums": sums, "values": {}, "metrics": {}, **judged, **more}
 
 
 def net():

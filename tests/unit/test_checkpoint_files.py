@@ -217,6 +217,9 @@ def complete(**changes):
         **{"stage_epochs_done": 3, "epoch": 3, "step": 30, "epochs_done": 3, "epoch_sums": {}, "values": {}, "metrics": {}, "early_stop": {}, "best": {}},
         **{"sampler": {"seed": 0, "stage": 0, "epoch": 3, "step": 10, "samples": 100, "n": 100}, "elapsed_s": 1.0, "config": {}, "world_size": 2},
         **{"versions": {}, "run": "x", "value": None, "finite": True},
+        "epoch_sums": {"loss": 1.0, "weight": 2.0, "scalars": {}, "samples": 2, "steps": 1, "times": [0.0] * 3},
+        "early_stop": {"without_gain": 0, "validated_at": -1},
+        "best": {"name": "loss", "mode": "min", "value": None, "epoch": 0, "step": 0},
     }
     return {name: value for name, value in {**content, **changes}.items() if name not in changes or value is not ...}
 
@@ -252,6 +255,9 @@ def test_no_key_may_be_of_another_type(tmp_path, name):
         ({"sampler": {**complete()["sampler"], "n": -7}}, r"sampler\.n is -7"),
         ({"optimizer": {"state": {}}}, r"it has no optimizer\.param_groups"),
         ({"world_size": 3}, "rng is of 2 ranks, and world_size is 3; comm_hook is of 2 ranks, and world_size is 3"),
+        ({"early_stop": {"without_gain": 0}}, r"it has no early_stop\.validated_at"),
+        ({"epoch_sums": {}}, r"it has no epoch_sums\.loss, epoch_sums\.weight"),
+        ({"scheduler": {"steps": 1}}, r"it has no scheduler\.epochs, scheduler\.kind, scheduler\.rates"),
         ({"rng": [1, 2]}, "rng does not hold the random streams of each rank"),
         ({"optimizer": ..., "rng": ..., "epoch": "3", "run": 1, "best": None, "values": None, "metrics": None}, "; and 2 more$"),
     ],
@@ -285,6 +291,23 @@ def test_damaged_bytes_are_found_where_they_are_looked_for(tmp_path):
     assert read_resumable(path)["step"] == 30
     with pytest.raises(CheckpointError, match=rf"{path} is damaged: the bytes of archive/data/\d+ are not those that were written"):
         read_resumable(path, verify=True)
+
+
+def test_damage_at_any_place_is_a_checkpoint_error_or_changes_nothing(tmp_path):
+    """Headers included, whose damage makes errors of many kinds in the reader."""
+    path = tmp_path / "x.pt"
+    write(path, complete())
+    whole = path.read_bytes()
+    refused = 0
+    for place in [*range(64), *range(64, len(whole), 97), *range(len(whole) - 300, len(whole), 3)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x88]) + whole[place + 1 :])
+        try:
+            content = read_resumable(path, verify=True)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert torch.equal(content["model"]["w"], torch.ones(3))
+    assert refused > 100
 
 
 def test_the_newest_complete_file_is_the_one_of_the_latest_step(tmp_path):

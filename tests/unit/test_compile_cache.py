@@ -25,7 +25,8 @@ MOUNTS = r"""
 def tmp(tmp_path, monkeypatch):
     """A temporary folder for everybody, with nothing in it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "of this run"))  # as in ranks
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 

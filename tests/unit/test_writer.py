@@ -157,7 +157,8 @@ from nbddp.events import EventWriter
 from nbddp.worker.writer import Job, Writer
 folder = Path(sys.argv[1])
 others = torch.load(folder / "content", weights_only=True)
-writer = Writer(folder / "checkpoints", EventWriter(folder / "rank-00000.0.jsonl", run="r", rank=0), device=torch.device("cpu"), keep_last=3, buffers=frozenset())
+events = EventWriter(folder / "rank-00000.0.jsonl", run="r", rank=0)
+writer = Writer(folder / "checkpoints", events, device=torch.device("cpu"), keep_last=3, buffers=frozenset())
 for step in range(1, 10**9):
     staging = writer.stage()
     content = {**others, "model": {"w": staging.copy(torch.full((300_000,), float(step)), "w")}, "step": step, "value": None}
@@ -172,7 +173,10 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_files_to_go_on_from(tmp_pa
     content = {
         **{"optimizer": {"state": {}, "param_groups": []}, "scheduler": None, "scaler": None, "comm_hook": [None], "rng": [stream], "precision": "fp32"},
         **{"matmul_precision": "highest", "stage": 0, "stage_name": "0", "stage_step": 1, "stage_epochs_done": 0, "epoch": 1, "epochs_done": 0},
-        **{"epoch_sums": {}, "values": {}, "metrics": {}, "early_stop": {}, "best": {}, "elapsed_s": 1.0, "config": {}, "world_size": 1},
+        **{"values": {}, "metrics": {}, "elapsed_s": 1.0, "config": {}, "world_size": 1},
+        "epoch_sums": {"loss": 1.0, "weight": 2.0, "scalars": {}, "samples": 2, "steps": 1, "times": [0.0] * 3},
+        "early_stop": {"without_gain": 0, "validated_at": -1},
+        "best": {"name": "loss", "mode": "min", "value": None, "epoch": 0, "step": 0},
         **{"sampler": {"seed": 0, "stage": 0, "epoch": 1, "step": 1, "samples": 1, "n": 100}, "versions": {}, "run": "r"},
     }
     torch.save(content, tmp_path / "content")
