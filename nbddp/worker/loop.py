@@ -87,6 +87,7 @@ class Training:
         """Everything that a stage has of its own; where the run goes on within it, as its checkpoint says."""
         progress = self._progress
         progress.enter_stage(stage.index)
+        self._telemetry.begin()
         self._monitor.enter(stage)
         self._stage = ActiveStage(self._context, stage, self._freezer, self._compiler, self._feed)
         self._val_every = Every.parse(stage.config.val_every)

@@ -186,3 +186,28 @@ def test_a_run_that_resumes_draws_what_one_that_went_on_draws(training):
 def test_an_epoch_that_a_stop_leaves_open_does_not_end(training):
     result = run(training, 2, lambda state: state.report(x=1.0), ask="stop", epochs=1000, max_steps=100000)
     assert reported(result) == []
+
+
+def add_a_group(state):
+    state.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+def freeze_one(state):
+    next(state.model.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "hook, message", [(add_a_group, "adds parameter groups to the optimizer of rank 0 alone"), (freeze_one, "changes requires_grad on rank 0")]
+)
+def test_what_would_part_the_ranks_is_refused(training, hook, message):
+    with pytest.raises(StepError, match=message):
+        run(training, 2, hook)
+
+
+@pytest.mark.parametrize("schedule, warned", [("linear", True), ("constant", False)])
+def test_a_rate_that_the_schedule_sets_anew_is_warned_of(training, schedule, warned):
+    def hook(state):
+        state.optimizer.param_groups[0]["lr"] = 0.5
+
+    texts = [event.data["text"] for event in run(training, 2, hook, schedule=schedule).of_kind("message")]
+    assert any("on_epoch_end sets lr, and so does the schedule" in text for text in texts) == warned

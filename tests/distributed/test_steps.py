@@ -842,3 +842,21 @@ def test_options_are_not_confused(training):
 
 def test_a_model_and_its_copy_train_alike(training):
     assert_alike(run(training, 1), run(training, 1, model=lambda: (copy.deepcopy(make()[0]), *make()[1:])))
+
+
+def sparse_make(*, sparse):
+    def made():
+        torch.manual_seed(1)
+        table = nn.EmbeddingBag(20, 6, sparse=sparse, mode="sum").double()
+        rows = torch.randint(0, 20, (64, 3), generator=torch.Generator().manual_seed(2))
+        return nn.Sequential(table, nn.Linear(6, 1).double()), TensorDataset(rows, rows.double().sum(1, keepdim=True)), None
+
+    return made
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"on_nan": "skip"}, {"clip_norm": 0.5, "on_nan": "stop"}])
+def test_sparse_gradients_are_clipped_and_looked_at_like_dense_ones(training, options):
+    options = {"optimizer": "sgd", "lr": 0.1, "batch_size": 16, "epochs": 2, **options}
+    one, other = (training(2, sparse_make(sparse=sparse), {"loss": nn.functional.mse_loss}, **options) for sparse in (True, False))
+    for name, value in one.weights[0].items():
+        np.testing.assert_allclose(value, other.weights[0][name], rtol=1e-10)

@@ -25,7 +25,14 @@ def before(nb):
 
 @pytest.mark.usefixtures("before")
 def test_a_compiled_cell_trains_and_leaves_the_names_of_parameters(nb):
-    nb.run(f"{LINE} --epochs 3\nloss = nn.CrossEntropyLoss()", timeout=180, check=True)
+    nb.run("from torch.nn import functional as functional_of_the_notebook\nTWICE = 2.0", check=True)
+    body = """
+def weighted(output, target):
+    return functional_of_the_notebook.cross_entropy(output, target) * TWICE / OF_THE_CELL
+OF_THE_CELL = 2.0
+def training_step(model, batch):
+    return weighted(model(batch[0]), batch[1]) * TWICE / 2"""
+    nb.run(f"{LINE} --epochs 3{body}", timeout=180, check=True)
     assert nb.eval("list(net.state_dict()) == list(before) and not same(weights(net), before)") is True
     assert nb.eval("bool((run.history['loss'][-4:] < run.history['loss'][0]).all())") is True
     folder = nb.folder / nb.eval("str(run.dir)")

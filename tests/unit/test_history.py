@@ -189,6 +189,20 @@ def test_an_epoch_that_was_validated_only_by_the_child_is_there_once(tmp_path: P
         events.close()
 
 
+def test_an_epoch_that_a_stage_ended_within_stays(tmp_path: Path) -> None:
+    parent, child = events_of(tmp_path / "a"), events_of(tmp_path / "b")
+    steps(parent, 1, 7)
+    epoch(parent, 1, 4)
+    epoch(parent, 2, 7, whole=False)
+    child.emit("steps", step=[8], epoch=[3], stage=[1], loss=[1.0], lr=[0.1], samples=[4], wait_s=[0.0], slowest_rank=[0])
+    history = History(tmp_path / "b", [(tmp_path / "a", 7)])
+    assert history.epochs["epoch"].tolist() == [1, 2]
+    epoch(child, 3, 8)
+    assert history.epochs["epoch"].tolist() == [1, 2, 3]
+    for events in (parent, child):
+        events.close()
+
+
 def test_a_run_that_ended_within_an_epoch_keeps_what_it_had_of_it(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     steps(events, 1, 7)

@@ -10,6 +10,7 @@ from torch import nn
 
 from nbddp import checkpoint
 from nbddp.config import TrainConfig
+from nbddp.errors import ConfigError
 from nbddp.worker.errors import StepError
 from nbddp.worker.optim import make_optimizer, needs_closure
 from nbddp.worker.schedule import Scheduler
@@ -158,10 +159,12 @@ def test_a_scheduler_hides_no_need_of_a_closure():
 
 
 def test_a_search_needs_gradients_that_do_not_depend_on_those_before():
-    for hook, options in [(None, {"optimizer": "lbfgs"}), (searching, {})]:
-        with pytest.raises(StepError, match=r"grad_compression=powersgd gives another gradient .* LBFGS compares them: use bf16 or fp16"):
-            made(hook=hook, grad_compression="powersgd", **options)
-        made(hook=hook, grad_compression="bf16", **options)
+    with pytest.raises(StepError, match=r"grad_compression=powersgd gives another gradient .* LBFGS compares them: use bf16 or fp16"):
+        made(hook=searching, grad_compression="powersgd")
+    made(hook=searching, grad_compression="bf16")
+    with pytest.raises(ConfigError, match=r"grad_compression=powersgd gives another gradient .* lbfgs compares them: bf16, fp16 or none"):
+        made(optimizer="lbfgs", grad_compression="powersgd")
+    made(optimizer="lbfgs", grad_compression="bf16")
 
 
 # -- over a checkpoint

@@ -330,3 +330,8 @@ def test_stages_agree_with_the_model_and_the_hooks_of_the_run(stages, optimizer,
 )
 def test_stages_that_agree(stage, optimizer, scheduler):
     check_stages(read_stages([stage]), NAMES, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_a_misspelt_argument_of_a_stage_is_suggested():
+    with pytest.raises(ConfigError, match=r"train_onli is not an option\. Did you mean train_only\?"):
+        Stage("a", train_onli="x")
