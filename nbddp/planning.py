@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbddp.errors import ConfigError, suggest
-from nbddp.remarks import advice, not_reached, overridden, without_effect
+from nbddp.remarks import advice, besides, not_reached, overridden, trains, without_effect
 from nbddp.stage import stage_name
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Job:
 class StagePlan:
     """What will happen in a stage, in numbers; a run without stages has one. Batches are in samples; `None` steps or epochs are unlimited.
 
-    `lr` is the one in effect, after `lr_scale`; None where a hook makes the optimizer. `precision` is resolved. `trains` says in words what is frozen.
+    `lr` is the one in effect, after `lr_scale`; None where a hook makes the optimizer. `precision` is resolved. `besides` says in words which other
+    options of the optimisation are not the default, `trains` what is frozen.
     """
 
     index: int
@@ -74,6 +75,7 @@ class StagePlan:
     compile: bool
     monitor: str
     patience: int | None = None
+    besides: str = ""
     trains: str = ""
 
     @property
@@ -95,7 +97,7 @@ class StagePlan:
             steps += f", {self.dropped} sample{'s' if self.dropped > 1 else ''} dropped"
         rate = "optimizer hook" if self.lr is None else f"lr {self.lr:g}{self.scaled_lr}"
         precision = f"{self.precision} (auto)" if self.default_precision else self.precision
-        return [batch, steps, rate, precision, *(["compiled"] if self.compile else []), *([self.trains] if self.trains else [])]
+        return [batch, steps, rate, precision, *(part for part in ("compiled" if self.compile else "", self.besides, self.trains) if part)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +330,8 @@ def _plan_stage(index: int, stage: Stage | None, config: TrainConfig, size: _Siz
         compile=config.compile,
         patience=config.patience,
         monitor=_monitor(config, size.n_val, size.job),
-        trains=_trains(stage),
+        besides=besides(config, hooked=lr is None),
+        trains=trains(stage),
     )
     _check_schedule(config, plan.total_steps, size.max_steps)
     return plan, remarks
@@ -350,13 +353,6 @@ def _epochs(index: int, config: TrainConfig, size: _Size) -> int | None:
         message = "nothing ends it but the end of the run, and stages follow it: give it epochs or max_steps"
         raise ConfigError(message)
     return None
-
-
-def _trains(stage: Stage | None) -> str:
-    if stage is None:
-        return ""
-    parts = [f"trains {', '.join(stage.train_only)} only"] if stage.train_only else [f"freezes {', '.join(stage.freeze)}"] if stage.freeze else []
-    return " and ".join([*parts, *(["holds BatchNorm"] if stage.freeze_batch_norm else [])])
 
 
 def _check_schedule(config: TrainConfig, total_steps: int | None, max_steps: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What there is to say about a plan that is valid: what is slow, what comes to nothing, what is never reached.
+"""What there is to say about a plan that is valid: what is slow, what comes to nothing, what is never reached; and its parts in words.
 
 Used in the kernel by `nbddp.planning`. Imports neither torch nor Jupyter.
 """
@@ -70,3 +70,29 @@ def not_reached(config: TrainConfig, plans: Sequence[StagePlan]) -> list[str]:
         if before >= config.max_steps:
             return [f"max_steps={config.max_steps} ends the run in stage {plan.name}: stage {plans[plan.index + 1].name} is not reached"]
     return []
+
+
+def besides(config: TrainConfig, *, hooked: bool) -> str:
+    """What of the optimisation is not the default, beside the learning rate; `hooked` says that a hook makes the optimizer."""
+    parts: list[str] = [] if hooked or config.optimizer == "adamw" else [config.optimizer]
+    if config.fused and not hooked:
+        parts.append("fused")
+    if config.schedule != "constant":
+        parts.append(config.schedule)
+    if config.warmup_steps:
+        parts.append(f"warm-up {config.warmup_steps} step{'s' if config.warmup_steps > 1 else ''}")
+    if config.clip_norm is not None:
+        parts.append(f"clip {config.clip_norm:g}")
+    if config.grad_compression is not None:
+        parts.append(f"gradients {config.grad_compression}")
+    if config.matmul_precision != "highest":
+        parts.append(f"matmul {config.matmul_precision}")
+    return ", ".join(parts)
+
+
+def trains(stage: Stage | None) -> str:
+    """What of the model a stage leaves out, in words; empty where all of it trains."""
+    if stage is None:
+        return ""
+    parts = [f"trains {', '.join(stage.train_only)} only"] if stage.train_only else [f"freezes {', '.join(stage.freeze)}"] if stage.freeze else []
+    return " and ".join([*parts, *(["holds BatchNorm"] if stage.freeze_batch_norm else [])])

@@ -60,6 +60,24 @@ class EpochState:
             self.reported[name] = number
 
 
+class HookFailed(Exception):
+    """The hook raised on rank 0. Raised on every rank, so that all can still write the weights of the epoch; then `end` ends the run."""
+
+    def __init__(self, error: BaseException | None, ranks: Ranks) -> None:
+        super().__init__(HOOK)
+        self._error, self._ranks = error, ranks
+
+    def end(self) -> None:
+        """Raise what the hook raised, on rank 0; the others wait, and end with it.
+
+        Raises:
+            BaseException: the user's.
+        """
+        if self._error is not None:
+            raise self._error
+        self._ranks.gather_objects(None)
+
+
 class EpochEnd:
     """Calls the hook. All ranks make the call together."""
 
@@ -80,16 +98,26 @@ class EpochEnd:
         optimizer: torch.optim.Optimizer,
         taken: frozenset[str] = frozenset(),
     ) -> dict[str, float]:
-        """Run the hook on rank 0 and return what it reported, on every rank; blocks. `taken` are names that the loop records of an epoch itself."""
+        """Run the hook on rank 0 and return what it reported, on every rank; blocks. `taken` are names that the loop records of an epoch itself.
+
+        Raises:
+            HookFailed: on every rank, where it raised.
+        """
         taken |= {"loss", *RECORDED, "duration_s"}
-        sent: tuple[dict[str, float], list[dict[str, Any]] | None] = ({}, None)
+        sent: tuple[dict[str, float], list[dict[str, Any]] | None, bool] = ({}, None, False)
+        failure: BaseException | None = None
         if self._ranks.rank == 0:
             state = EpochState(epoch, step, stage, stage_name, loss, dict(values), lr, model, optimizer, _taken=taken)
             before = _options(optimizer)
-            self._run(state)
-            after = _options(optimizer)
-            sent = state.reported, None if after == before else after
-        reported, options = self._ranks.gather_objects(sent)[0]
+            try:
+                self._run(state)
+            except BaseException as error:  # noqa: BLE001 - the user's, of any kind: raised again once the epoch's weights are written
+                failure = error
+            after = before if failure else _options(optimizer)
+            sent = state.reported, None if after == before else after, failure is not None
+        reported, options, failed = self._ranks.gather_objects(sent)[0]
+        if failed:
+            raise HookFailed(failure, self._ranks)
         if options is not None and self._ranks.rank != 0:
             for group, new in zip(optimizer.param_groups, options, strict=True):
                 _set_options(group, new)

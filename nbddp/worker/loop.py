@@ -11,7 +11,7 @@ from nbddp.worker import rng
 from nbddp.worker.active import ActiveStage
 from nbddp.worker.compiling import Compiler
 from nbddp.worker.decisions import Decisions
-from nbddp.worker.epoch_end import EpochEnd
+from nbddp.worker.epoch_end import EpochEnd, HookFailed
 from nbddp.worker.errors import StepError
 from nbddp.worker.feed import Feed
 from nbddp.worker.freeze import Freezer
@@ -286,7 +286,12 @@ class Training:
         """The hook of the epoch's end, and the monitored value where a validation does not know it; return whether it is the best."""
         recorded = {"loss": self._reporter.means.loss, **self._reporter.means.scalars}
         if whole and self._epoch_end is not None:
-            reported = self._report_epoch()
+            try:
+                reported = self._report_epoch()
+            except HookFailed as failed:
+                self._save(best=False, last=True)  # what the epoch learned is not the hook's to lose
+                failed.end()
+                raise
             recorded.update(reported)
             self._check_monitor(reported)
         name = self._monitor.name

@@ -211,3 +211,16 @@ def test_a_rate_that_the_schedule_sets_anew_is_warned_of(training, schedule, war
 
     texts = [event.data["text"] for event in run(training, 2, hook, schedule=schedule).of_kind("message")]
     assert any("on_epoch_end sets lr, and so does the schedule" in text for text in texts) == warned
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_weights_of_the_epoch_are_kept_where_it_raises(training, tmp_path, nproc):
+    def hook(state):
+        if state.epoch == 2:
+            raise LookupError("no such score")
+
+    with pytest.raises(LookupError, match="no such score"):
+        run(training, nproc, hook)
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir() and path.name[0] == "2")
+    content = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    assert (content["epoch"], content["epochs_done"]) == (2, 1)

@@ -55,8 +55,8 @@ def test_a_cell_trains_in_stages(nb):
     lines = cell.text.splitlines()
     assert lines[0].startswith("2 x CPU ranks · 2 stages · 12 steps · data ")
     assert lines[1:3] == [
-        "stage head: 2 epochs · 16 = 2 x 8 · 4 steps/epoch · lr 0.05 · fp32 (auto) · freezes backbone.*",
-        "stage all: 1 epoch · 16 = 2 x 8 · 4 steps/epoch · lr 0.01 · fp32 (auto)",
+        "stage head: 2 epochs · 16 = 2 x 8 · 4 steps/epoch · lr 0.05 · fp32 (auto) · sgd · freezes backbone.*",
+        "stage all: 1 epoch · 16 = 2 x 8 · 4 steps/epoch · lr 0.01 · fp32 (auto) · sgd",
     ]
     assert nb.eval("apart(net, by_hand())") < 1e-6
     assert nb.eval("[run.history['stage'].tolist(), run.epochs['stage'].tolist(), run.epochs['epoch'].tolist()]") == [[0] * 8 + [1] * 4, [0, 0, 1], [1, 2, 3]]

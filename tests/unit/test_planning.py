@@ -384,7 +384,7 @@ def test_each_stage_has_a_plan_of_its_own():
     assert made.line("data 1 KiB") == "2 x CPU ranks · 3 stages · 67 steps · data 1 KiB"
     assert made.stage_lines() == [
         "stage head: 3 epochs · 64 = 2 x 32 (default) · 15 steps/epoch, 40 samples dropped · lr 0.1 · fp32 (auto) · freezes backbone.* and holds BatchNorm",
-        "stage 1: 7 steps · 100 = 2 x 50 (in 2 micro-batches of 25) · 10 steps/epoch · lr 0.01 · bf16 · trains a.*, b.* only",
+        "stage 1: 7 steps · 100 = 2 x 50 (in 2 micro-batches of 25) · 10 steps/epoch · lr 0.01 · bf16 · sgd · trains a.*, b.* only",
         "stage all: 1 epoch · 64 = 2 x 32 (default) · 15 steps/epoch, 40 samples dropped · optimizer hook · fp32 (auto) · compiled",
     ]
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
@@ -509,3 +509,17 @@ def test_stages_of_all_kinds_add_up_and_survive_being_written_down(base, stages,
     for each in made.stages:
         assert each.micro_batch_size * each.accumulate * nproc == each.batch_size
         assert each.steps_per_epoch * each.batch_size + each.dropped >= n_train
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"optimizer": "sgd", "fused": True}, "sgd, fused"),
+        ({"schedule": "cosine", "warmup_steps": 3}, "cosine, warm-up 3 steps"),
+        ({"warmup_steps": 1, "clip_norm": 0.5, "grad_compression": "bf16"}, "warm-up 1 step, clip 0.5, gradients bf16"),
+        ({"matmul_precision": "high"}, "matmul high"),
+    ],
+)
+def test_the_line_says_what_is_not_the_default(options, says):
+    assert plan(**options).line().endswith(f" · fp32 (auto) · {says}")
+    assert plan(job=Job(has_optimizer=True), schedule="linear").line().endswith("optimizer hook · fp32 (auto) · linear")
