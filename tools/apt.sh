@@ -13,6 +13,7 @@ if [[ $# -eq 0 ]]; then
   want srun slurm-client
   want munged munge
   want ss iproute2
+  want g++ g++  # torch.compile on the CPU
 fi
 [[ ${#packages[@]} -eq 0 ]] && exit 0
 

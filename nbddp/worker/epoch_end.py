@@ -74,7 +74,7 @@ class HookFailed(Exception):
             BaseException: the user's.
         """
         if self._error is not None:
-            raise self._error
+            raise self._error from self._error.__cause__  # not as if it had come of handling this one
         self._ranks.gather_objects(None)
 
 
