@@ -287,7 +287,7 @@ def test_a_run_whose_directory_is_deleted_ends_and_says_so(nb):
     assert nb.eval("same(net.state_dict(), before)") is True
 
 
-@pytest.mark.parametrize("size", [0, 2000], ids=["nothing can be written", "the spec can, the bundle can't"])
+@pytest.mark.parametrize("size", [0, 8000], ids=["nothing can be written", "the spec can, the bundle can't"])
 def test_a_disk_that_is_full_while_the_data_is_packed(nb, size):
     there = run_folders(nb)
     nb.run("import resource\nlimit = resource.getrlimit(resource.RLIMIT_FSIZE)", check=True)
