@@ -32,6 +32,7 @@ def write(path: Path, *, epoch=3, step=30, done=None, config=None, model=None, *
     """A checkpoint such as a rank writes; by default at the end of epoch 3 of 10 steps of 10 samples."""
     model = model or Net()
     done = epoch if done is None else done
+    early_stop = {"without_gain": 0, "fresh": None, "last": None, "validated_at": -1}
     best = {"name": "val_loss", "mode": "min", "min_delta": 0.0, "value": None, "epoch": 0, "step": 0}
     content = {
         "model": checkpoint.model_state(model),
@@ -39,13 +40,14 @@ def write(path: Path, *, epoch=3, step=30, done=None, config=None, model=None, *
         "rng": [{"torch": torch.get_rng_state()}] * 2,
         **{"epoch": epoch, "step": step, "epochs_done": done, "stage": 0, "stage_name": "0", "stage_step": step, "stage_epochs_done": done},
         "sampler": {"seed": 0, "stage": 0, "epoch": epoch, "step": step % 10 or 10, "samples": (step % 10 or 10) * 10, "n": N},
-        **{"epoch_sums": {}, "values": {}, "metrics": {}, "elapsed_s": 12.0},
-        "early_stop": {"without_gain": 0, "fresh": None, "last": None},
+        **{"values": {}, "metrics": {}, "elapsed_s": 12.0},
+        "epoch_sums": {"loss": 0.0, "weight": 0.0, "scalars": {}, "samples": 0, "steps": 0, "times": [0.0] * 3},
         "config": {"nproc": 2, "batch_size": 10, "epochs": 10, **(config or {})},
         **{"matmul_precision": "highest", "world_size": 2, "versions": {"nbddp": "0.1", "torch": "2"}, "run": path.parent.parent.name},
         **{"value": None, "finite": True, "pause_s": 0.0},
         **facts,
         "best": {**best, **facts.get("best", {})},
+        "early_stop": {**early_stop, **facts.get("early_stop", {})},
     }
     checkpoint.write(path, content)
     return path

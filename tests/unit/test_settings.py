@@ -139,7 +139,7 @@ def test_a_wrong_option_of_the_line_is_not_the_files(file):
         read(file("lr: 1\n"), over={"epochs": "many"})
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=12)
 options = st.fixed_dictionaries(
     {},
     optional={
