@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from nbddp.state import Curve, RunState
+    from nbddp.curve import Curve
+    from nbddp.state import RunState
 
 TRAIN, VAL = "#4285f4", "#f28b30"
 GREY = "#808080"

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nbddp.curve import CURVE_POINTS, Curve
 from nbddp.events import Event, EventReader
 from nbddp.kernel.follow import fold_all
-from nbddp.state import CURVE_POINTS, EPOCHS, PHASES, Curve, RunState, StageRecord
+from nbddp.state import EPOCHS, PHASES, RunState, StageRecord
 from support.fake_run import FakeRun, finished
 
 if TYPE_CHECKING:
