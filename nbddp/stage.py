@@ -10,8 +10,9 @@ import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from nbddp.config import FUSED_OPTIMIZERS, TrainConfig
+from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError, suggest
+from nbddp.rules import FUSED_OPTIMIZERS
 
 STAGE_FIELDS = (
     *("batch_size", "per_rank_batch_size", "accumulate", "epochs", "max_steps", "shuffle", "drop_last"),

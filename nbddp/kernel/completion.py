@@ -152,7 +152,7 @@ def _values(option: Option, fragment: str, names: Mapping[str, Any]) -> list[Off
 
 
 def _norms() -> tuple[str, ...]:
-    from nbddp.config import NORMS
+    from nbddp.rules import NORMS
 
     return NORMS
 

@@ -9,8 +9,8 @@ import textwrap
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from nbddp.config import not_yet
 from nbddp.kernel.options import Option, synonyms_of, train_options
+from nbddp.rules import not_yet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

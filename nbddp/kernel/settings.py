@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nbddp.config import FUSED_OPTIMIZERS, SYNONYMS, TrainConfig
+from nbddp.config import SYNONYMS, TrainConfig
 from nbddp.errors import ConfigError, suggest
 from nbddp.kernel.foreign import MARKS, SHARED, Found, layout_of
 from nbddp.kernel.foreign_local import read_local
 from nbddp.kernel.foreign_trainer import read_trainer
+from nbddp.rules import FUSED_OPTIMIZERS
 from nbddp.stage import STAGE_FIELDS, Stage, read_stages
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes seconds: here it is part of the warm-up
 from torch import nn
 
-from nbddp.config import FUSED_OPTIMIZERS
+from nbddp.rules import FUSED_OPTIMIZERS
 from nbddp.worker.errors import StepError
 
 if TYPE_CHECKING:
