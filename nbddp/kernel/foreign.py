@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from nbddp.config import TrainConfig, not_yet
+from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError, suggest
+from nbddp.rules import not_yet
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 Layout = Literal["local", "trainer"]
 MARKS: dict[Layout, tuple[str, ...]] = {"local": ("local", "training"), "trainer": ("dataloaders", "trainer")}
@@ -121,38 +122,30 @@ class Section:
         self.take(key)
 
     def flag(self, key: str) -> bool | None:
-        """A key that is true or false.
-
-        Raises:
-            ConfigError: for anything else.
-        """
-        value = self.take(key)
-        if value is not None and not isinstance(value, bool):
-            message = f"{self.path(key)}={value!r} must be true or false"
-            raise ConfigError(message)
-        return value
+        """A key that is true or false."""
+        return cast("bool | None", self._right(key, lambda value: isinstance(value, bool), "true or false"))
 
     def count(self, key: str, at_least: int = 1) -> int | None:
-        """A key that is a whole number.
+        """A key that is a whole number."""
 
-        Raises:
-            ConfigError: for anything else.
-        """
-        value = self.take(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < at_least):
-            message = f"{self.path(key)}={value!r} must be a whole number, at least {at_least}"
-            raise ConfigError(message)
-        return value
+        def counts(value: object) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+        return cast("int | None", self._right(key, counts, f"a whole number, at least {at_least}"))
 
     def word(self, key: str) -> str | None:
-        """A key that is a text.
+        """A key that is a text."""
+        return cast("str | None", self._right(key, lambda value: isinstance(value, str), "a word"))
+
+    def _right(self, key: str, is_right: Callable[[object], bool], rule: str) -> object:
+        """The value of a key, which counts as read.
 
         Raises:
-            ConfigError: for anything else.
+            ConfigError: where it is there and not as it must be.
         """
         value = self.take(key)
-        if value is not None and not isinstance(value, str):
-            message = f"{self.path(key)}={value!r} must be a word"
+        if value is not None and not is_right(value):
+            message = f"{self.path(key)}={value!r} must be {rule}"
             raise ConfigError(message)
         return value
 
