@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbddp.config import TrainConfig
-    from nbddp.planning import Machine, StagePlan
+    from nbddp.planning import Machine
+    from nbddp.plans import StagePlan
     from nbddp.stage import Stage
 
 ENOUGH_PER_RANK = 32

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nbddp.errors import ConfigError
-from nbddp.planning import Machine, Plan
+from nbddp.planning import Machine
+from nbddp.plans import Plan
 from nbddp.rundir import run_dirs
 
 if TYPE_CHECKING:

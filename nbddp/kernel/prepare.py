@@ -24,7 +24,8 @@ from nbddp.kernel.runs import run_root, training
 from nbddp.kernel.trackers import check_trackers
 from nbddp.metric import check_metrics
 from nbddp.norm import keep_warning
-from nbddp.planning import Job, Plan, make_plan
+from nbddp.planning import Job, make_plan
+from nbddp.plans import Plan
 from nbddp.stage import OF_OPTIMIZER, OF_SCHEDULE, Stage, check_stages, read_stages
 
 if TYPE_CHECKING:

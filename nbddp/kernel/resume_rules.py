@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nbddp.kernel.resume import ResumePoint
-    from nbddp.planning import Plan, StagePlan
+    from nbddp.plans import Plan, StagePlan
     from nbddp.stage import Stage
 
 NOT_CARRIED = ("resume", "init", "run_root")

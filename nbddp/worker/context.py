@@ -11,7 +11,7 @@ from torch import nn
 
 from nbddp.config import TrainConfig
 from nbddp.events import EventWriter
-from nbddp.planning import Plan, StagePlan
+from nbddp.plans import Plan, StagePlan
 from nbddp.rundir import RunDir
 from nbddp.stage import Stage
 from nbddp.worker.errors import StepError

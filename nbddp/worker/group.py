@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
-    from nbddp.planning import Plan
+    from nbddp.plans import Plan
 
 T = TypeVar("T")
 _BUCKET_BYTES = 64 << 20

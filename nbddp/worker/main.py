@@ -25,7 +25,7 @@ from nbddp.config import TrainConfig
 from nbddp.deathguard import die_with_parent
 from nbddp.events import EventWriter
 from nbddp.failure import CANNOT_WRITE
-from nbddp.planning import Plan
+from nbddp.plans import Plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
 from nbddp.worker.context import Context, Hooks

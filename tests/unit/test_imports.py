@@ -12,7 +12,23 @@ import pytest
 import nbddp
 
 JUPYTER = {"IPython", "ipykernel", "ipywidgets", "traitlets", "zmq"}
-CONTRACT = ["config", "rules", "curve", "stage", "values", "planning", "remarks", "events", "rundir", "state", "failure", "process", "deathguard", "errors"]
+CONTRACT = [
+    "config",
+    "rules",
+    "curve",
+    "plans",
+    "stage",
+    "values",
+    "planning",
+    "remarks",
+    "events",
+    "rundir",
+    "state",
+    "failure",
+    "process",
+    "deathguard",
+    "errors",
+]
 
 # Imports every module of a package as well, without those that run as programs.
 LOAD = """

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
-from nbddp.planning import DEFAULT_LR, Job, Machine, Plan, make_plan, nearest_multiples
+from nbddp.planning import DEFAULT_LR, Job, Machine, make_plan, nearest_multiples
+from nbddp.plans import Plan
 from nbddp.stage import STAGE_FIELDS, Stage, read_stages
 
 CPUS, GPUS = Machine((), 2), Machine(("H100", "H100", "H100", "H100"), 32, bf16=True)
