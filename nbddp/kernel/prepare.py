@@ -50,8 +50,10 @@ class Prepared:
     resumed: resume.ResumePoint | None = None
 
     def plan_line(self, data: str = "") -> str:
+        inherited = "matmul_precision" not in self.config.given and self.matmul_precision != "highest"
+        matmul = f"matmul {self.matmul_precision} (the notebook's)" if inherited else ""
         begins = f"{self.request.model.name} {self.starts_from}" if self.starts_from else "" if self.resumed is None else self.resumed.line
-        return self.plan.line(*([begins] if begins else []), *([data] if data else []))
+        return self.plan.line(*(part for part in (matmul, begins, data) if part))
 
     @property
     def remarks(self) -> list[str]:

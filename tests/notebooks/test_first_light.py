@@ -250,3 +250,13 @@ def test_ipython_in_a_terminal_trains_and_stops(tmp_path):
         shell.close(force=True)
     assert shell.exitstatus == 0
     assert Path(tmp_path, "nbddp_runs").is_dir()
+
+
+def test_a_precision_of_products_that_the_notebook_set_is_in_effect_and_said(nb):
+    nb.run("torch.set_float32_matmul_precision('high')", check=True)
+    try:
+        assert "· matmul high (the notebook's)" in nb.run("%ddp_plan net samples -n 2 --batch-size 64").text
+        assert "(the notebook's)" not in nb.run("%ddp_plan net samples -n 2 --batch-size 64 --matmul-precision medium").text
+    finally:
+        nb.run("torch.set_float32_matmul_precision('highest')", check=True)
+    assert "matmul" not in nb.run("%ddp_plan net samples -n 2 --batch-size 64").text
