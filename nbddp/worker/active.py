@@ -71,6 +71,11 @@ class ActiveStage:
             left.append((plan.epochs - progress.stage_epochs_done - within) * plan.steps_per_epoch + under_way)
         return min(left, default=None)
 
+    def position(self, progress: Progress) -> dict[str, Any]:
+        """Where in the order of the samples a run is, and what sets that order."""
+        order = {"seed": self.shares.seed, "n": self.shares.n, "shuffle": self.shares.shuffle, "sampler": self.shares.sampler is not None}
+        return {**order, "stage": progress.stage, "epoch": progress.epoch, "step": progress.epoch_step, "samples": progress.epoch_samples}
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
         return {

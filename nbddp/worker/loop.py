@@ -272,9 +272,8 @@ class Training:
             self._context.message(f"stage {self._stage.stage.name} ends: {self._monitor.why}" if not self._is_last() else f"the run ends: {self._monitor.why}")
             if self._is_last() and progress.reason is None:
                 progress.reason = "patience"
-        due = (
-            self._decisions.due or self._saver.at_step(progress.step) or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._decisions.old_enough))
-        )
+        due = self._decisions.due or self._saver.at_step(progress.step)
+        due = due or (whole and self._saver.at_epoch(progress.epoch, old_enough=self._decisions.old_enough))
         if better or due or ends:
             self._save(best=better, last=due or ends, names=(f"stage-{progress.stage}",) if several else ())
 
@@ -378,16 +377,7 @@ class Training:
             "stage_step": progress.stage_step,
             "stage_epochs_done": progress.stage_epochs_done,
             "epochs_done": progress.epochs_done,
-            "sampler": {
-                "seed": self._context.config.seed,
-                "stage": progress.stage,
-                "epoch": progress.epoch,
-                "step": progress.epoch_step,
-                "samples": progress.epoch_samples,
-                "n": self._context.plan.n_train,
-                "shuffle": self._stage.stage.config.shuffle,
-                "sampler": self._context.hooks.sampler is not None,
-            },
+            "sampler": self._stage.position(progress),
             "epoch_sums": self._reporter.means.state(),
             "values": dict(self._values),
             "metrics": {},
