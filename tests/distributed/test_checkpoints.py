@@ -388,3 +388,14 @@ def test_a_model_with_an_infinite_mask_has_finite_checkpoints_and_a_best(trainin
     result = run(training, make=lambda: (Masked(), *make()[1:]), epochs=2, lr=0.01)
     assert load(result, "last")["finite"] is True
     assert "best.pt" in files(result)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_scalar_of_the_step_decides_which_is_the_best(training, nproc):
+    def step(model, batch):
+        return {"loss": mse(model, batch), "scale": sum(p.square().sum() for p in model.parameters())}
+
+    result = training(nproc, make, {"training_step": step}, batch_size=12, epochs=4, lr=0.05, weight_decay=0.9, monitor="scale", mode="max")
+    scales = result.epochs["scale"]
+    assert load(result, "best")["epoch"] == int(np.argmax(scales)) + 1
+    assert load(result, "best")["value"] == pytest.approx(float(scales.max()), rel=1e-12)
