@@ -116,12 +116,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     """A table of cells that are HTML already; the first `left` columns are text, the others numbers; `wrap` lets the last column break."""
     cell = f"padding:2px 14px 2px 0;border:0;background:none;{NUMBERS}"
 
-    def line(cells: Sequence[str], name: str, extra: str = "") -> str:
-        aligned = (f"text-align:{'left' if index < left else 'right'};{cell};{extra}" for index in range(len(cells)))
-        return tag("tr", "".join(tag(name, content, style) for content, style in zip(cells, aligned, strict=True)), "background:none")
+    def line(cells: Sequence[str], name: str, extra: str = "", last: str = "white-space:nowrap") -> str:
+        breaks = ["white-space:nowrap"] * (len(cells) - 1) + [last]
+        styles = [f"text-align:{'left' if index < left else 'right'};{cell};{extra};{rule}" for index, rule in enumerate(breaks)]
+        return tag("tr", "".join(tag(name, content, style) for content, style in zip(cells, styles, strict=True)), "background:none")
 
-    head = line([quiet(name) for name in header], "th", "font-weight:400;font-size:11px;white-space:nowrap") if header else ""
-    body = "".join(line(row, "td", "vertical-align:top;overflow-wrap:anywhere" if wrap else "white-space:nowrap") for row in rows)
+    head = line([quiet(name) for name in header], "th", "font-weight:400;font-size:11px") if header else ""
+    last = "overflow-wrap:anywhere" if wrap else "white-space:nowrap"
+    body = "".join(line(row, "td", "vertical-align:top", last) for row in rows)
     return div(tag("table", f"<thead>{head}</thead><tbody>{body}</tbody>", "border-collapse:collapse;border:0;margin:0;font-size:12px"), "overflow-x:auto")
 
 
