@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.precision import autocast_context
-from nbddp.worker import rng
 from nbddp.worker.compile_cache import NETWORK, file_system, rank_folder
 from nbddp.worker.compiled import CompiledStep, explained, in_compiled_code, scope_of_its_own
 from nbddp.worker.errors import StepError
+from nbddp.worker.trial import trial
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -76,7 +75,7 @@ class Compiler:
         callback_handler.register_end_callback(self._compile_ends)
         scope_of_its_own(context.hooks.training_step, context.hooks.loss)
         module.call = CompiledStep(module.step, stage.config.compile_mode)
-        with _time_limit(timeout_s, context.ranks.rank), rng.preserved(context.ranks.device), _preserved(module, context.hooks.loss):
+        with _time_limit(timeout_s, context.ranks.rank), trial(context.ranks.device, module, context.hooks.loss):
             self._rehearse(stage, module, precision, first_batch)
         seconds = time.monotonic() - began
         if context.ranks.world_size > 1:
@@ -213,27 +212,3 @@ def _cut_at_buckets(bucket_cap_mb: float, world_size: int) -> Iterator[None]:
         yield
     finally:
         DistributedDataParallel._active_ddp_module = before
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-@contextlib.contextmanager
-def _preserved(*modules: Any) -> Iterator[None]:
-    """Leave modules as they were: buffers, gradients, and attributes of plain types, such as a counter of calls."""
-    found = [module for root in modules if isinstance(root, nn.Module) for module in root.modules()]
-    buffers = [(module, name, buffer, buffer.clone()) for module in found for name, buffer in module._buffers.items() if buffer is not None]
-    gradients = [(parameter, parameter.grad) for module in found for parameter in module.parameters(recurse=False)]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    plain = [(module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN}) for module in found]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, values in plain:
-            vars(module).update(values)

@@ -9,7 +9,6 @@ import torch
 
 from nbddp.data import Batches, LoaderOptions, Part, make_fetch, split_indices
 from nbddp.sampler import GlobalSampler
-from nbddp.worker import rng
 from nbddp.worker.validate import Validation
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 class Feed:
     """Made once in a run; stages deal the samples anew."""
 
-    device: torch.device
     batches: Batches
     sampler: GlobalSampler | None
     validation: Validation | None
@@ -42,18 +40,16 @@ class Feed:
         )
         sampler = context.hooks.sampler
         return cls(
-            device=ranks.device,
             batches=Batches(make_fetch(train_data, context.hooks.collate_fn), options, ranks.device),
             sampler=None if sampler is None else GlobalSampler(sampler, train_data, seed=config.seed),
             validation=Validation(context, val_data, options) if val_data is not None and plan.n_val else None,
         )
 
     def first_batch(self, shares: Shares) -> Any:
-        """A micro-batch as the steps of a stage will get it; the random streams are left as they were."""
-        with rng.preserved(self.device):
-            batches = self.batches.epoch(shares.epoch(1))
-            batch, _ = next(batches)
-            batches.close()
+        """A micro-batch as the steps of a stage will get it; it draws on the random streams as they do."""
+        batches = self.batches.epoch(shares.epoch(1))
+        batch, _ = next(batches)
+        batches.close()
         return batch
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 from nbddp.data import Batches, LoaderOptions, ValShares, make_fetch
 from nbddp.precision import autocast_context
-from nbddp.worker import rng
 from nbddp.worker.errors import StepError
 from nbddp.worker.metrics import Metrics
 from nbddp.worker.step import Signature, StepResult, read_result
+from nbddp.worker.trial import trial
 
 if TYPE_CHECKING:
     from nbddp.data import Micro
@@ -33,19 +33,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave random streams and buffers as if nothing had been computed in between."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        with rng.preserved(device):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 class Sums:
@@ -97,7 +84,7 @@ class Validation:
         Raises:
             StepError: as `run` does.
         """
-        with unchanged(self._context.model, self._context.ranks.device):
+        with trial(self._context.ranks.device, self._context.model):
             values = self._evaluate(itertools.islice(self._shares.epoch(0), 1), lambda: False, precision)
             assert values is not None, "it was not left early"
             metrics = self._metrics.compute(trial=True)
