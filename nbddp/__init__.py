@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from nbddp.config import TrainConfig
     from nbddp.kernel.run import Run
     from nbddp.metric import Metric
+    from nbddp.norm import swap_norm
+    from nbddp.precision import autocast
     from nbddp.stage import Stage
 
     last_run: Run | None
@@ -54,11 +56,13 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "attach",
+    "autocast",
     "last_run",
     "load_checkpoint",
     "plan",
     "prune",
     "runs",
+    "swap_norm",
     "train",
 ]
 
@@ -68,13 +72,15 @@ _HOMES = {
     "Stage": "nbddp.stage",
     "TrainConfig": "nbddp.config",
     "attach": "nbddp.api",
+    "autocast": "nbddp.precision",
     "load_checkpoint": "nbddp.checkpoint",
     "plan": "nbddp.api",
     "prune": "nbddp.api",
     "runs": "nbddp.api",
+    "swap_norm": "nbddp.norm",
     "train": "nbddp.api",
 }
-_LATER = ("H5Dataset", "autocast", "compare", "swap_norm")
+_LATER = ("H5Dataset", "compare")
 
 
 def __getattr__(name: str) -> Any:

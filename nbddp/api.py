@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
 from nbddp.kernel.request import HOOKS, Named, Request
-from nbddp.kernel.runs import attach, last_run, run_root, runs
+from nbddp.kernel.runs import attach, last_run, runs
 from nbddp.rundir import prune_runs
+from nbddp.runroot import run_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

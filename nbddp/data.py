@@ -155,7 +155,7 @@ class TensorFetch:
         index = torch.from_numpy(np.ascontiguousarray(indices))
         if self._through is not None:
             index = self._through[index]
-        return [tensor.index_select(0, index) for tensor in self._tensors]
+        return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]  # on a GPU in kernels only
 
 
 def make_fetch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Fetch:

@@ -21,7 +21,6 @@ def _later(name: str, value: object) -> str:
 
 # What a later version brings; refused rather than ignored.
 _LATER: dict[str, Callable[[Any], bool]] = {
-    "norm": lambda v: v not in ("auto", "keep"),
     "launcher": lambda v: v != "local",
     "nnodes": lambda v: v != 1,
     "max_restarts": lambda v: v != 0,
@@ -32,18 +31,14 @@ _LATER: dict[str, Callable[[Any], bool]] = {
     "pass_env": lambda v: v is not None,
 }
 
-_SOME_LATER = {"norm": "all but auto and keep"}
-
 
 def not_yet(name: str) -> str:
     """What of an option is not available yet, in words for its help; empty where all of it is."""
-    if name not in _LATER:
-        return ""
-    return f"{_SOME_LATER[name]}: not available yet" if name in _SOME_LATER else "not available yet"
+    return "not available yet" if name in _LATER else ""
 
 
 FUSED_OPTIMIZERS = ("adam", "adamw", "adagrad", "sgd")
-NORMS = ("auto", "keep", "sync", "layer", "group", "none")
+NORMS = ("auto", "keep", "sync", "batch", "layer", "group", "none")
 
 
 def _one_batch_size(config: TrainConfig) -> str | None:

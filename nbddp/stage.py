@@ -171,8 +171,8 @@ def _patterns(name: str, given: object) -> tuple[str, ...]:
     return patterns
 
 
-def matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    """The names that at least one pattern matches.
+def matching(names: Iterable[str], patterns: Iterable[str], what: str = "parameter") -> set[str]:
+    """The names, those of a `what`, that at least one pattern matches.
 
     Raises:
         ConfigError: for a pattern that matches nothing, with names that it may have meant.
@@ -181,8 +181,8 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     for pattern in patterns:
         matched = fnmatch.filter(known, pattern)
         if not matched:
-            hint = _meant(pattern, known) or f" The names are {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}"
-            message = f"the pattern {pattern} matches no parameter.{hint}"
+            names_are = f" The names are {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}" if known else " There is none"
+            message = f"the pattern {pattern} matches no {what}.{_meant(pattern, known) or names_are}"
             raise ConfigError(message)
         found.update(matched)
     return found

@@ -5,6 +5,7 @@ Runs in the ranks, after `Interpreter.apply`; and in kernels that rebuild the mo
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from nbddp.bundle.notebook_main import bind_into, install_main, new_main
 from nbddp.bundle.reading import reading
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from nbddp.bundle.bundler import DataRef
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Loaded:
-    """What a rank works with.
+    """What a rank works with, or a kernel that evaluates a run.
 
     Attributes:
         model: the user's module.
@@ -62,18 +63,38 @@ def load(path: Path, data_dir: Path, refs: Sequence[DataRef], cells: dict[str, C
             datasets[ref.role] = bundle.other(ref.hash).stream("dataset")
     with _Noting("the model"):
         model = bundle.stream("model")
-    with _Noting("the hooks"):
+    with _Noting("one of the hooks"):
         hooks = bundle.stream("hooks")
     return Loaded(model, hooks, datasets, bundle.archive.cells)
 
 
 def load_model(path: Path) -> Any:
     """Rebuild only the model of the bundle at ``path``, in any process: names of this one's ``__main__`` are left alone."""
+    with _apart(path, path.parent) as bundle:
+        return bundle.stream("model")
+
+
+def load_apart(path: Path, data_dir: Path) -> Loaded:
+    """Rebuild the model and the hooks of the bundle at ``path``, in any process: names of this one's ``__main__`` are left alone.
+
+    What the two share is shared. Datasets are opened only as far as hooks refer to them. Raises BundleError if a file that is needed is gone or foreign.
+    """
+    with _apart(path, data_dir) as bundle:
+        with _Noting("the model", ""):
+            model = bundle.stream("model")
+        with _Noting("one of the hooks", ""):
+            hooks = bundle.stream("hooks")
+        return Loaded(model, hooks, {}, bundle.archive.cells)
+
+
+@contextlib.contextmanager
+def _apart(path: Path, data_dir: Path) -> Iterator[_Open]:
+    """A bundle whose classes and functions are bound in a ``__main__`` of its own while it is unpickled."""
     archive = Archive.read(path)
     install_sources(archive.cells)
     bind_into(new_main())
     try:
-        return _Open(archive, path.parent, {}).stream("model")
+        yield _Open(archive, data_dir, {})
     finally:
         bind_into(None)
 
@@ -81,15 +102,15 @@ def load_model(path: Path) -> Any:
 class _Noting:
     """Adds to an exception what was being rebuilt."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, where: str = " on the rank") -> None:
+        self._what, self._where = what, where
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None:
-            error.add_note(f"while {self._what} was rebuilt on the rank")
+            error.add_note(f"while {self._what} was rebuilt{self._where}")
 
 
 class _Open:

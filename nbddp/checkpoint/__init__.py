@@ -5,8 +5,12 @@ Written by rank 0, read by ranks and kernels.
 
 from __future__ import annotations
 
-from nbddp.checkpoint.loading import LOAD_HINT, checkpoint_path, load_checkpoint, load_state, misfits, state_of
-from nbddp.checkpoint.reading import read
+from nbddp.checkpoint.contents import found_in, state_of
+from nbddp.checkpoint.door import checkpoint_path, load_checkpoint, load_file, located
+from nbddp.checkpoint.fitting import same
+from nbddp.checkpoint.loading import LOAD_HINT, Loaded, load_state, misfits
+from nbddp.checkpoint.names import match, without_wrappers
+from nbddp.checkpoint.reading import SUFFIXES, read
 from nbddp.checkpoint.resumable import newest_complete, read_resumable
 from nbddp.checkpoint.snapshot import buffer_names, check_plain, model_state, non_finite, plain
 from nbddp.checkpoint.writing import FORMAT, VERSION, clear_unfinished, link, write
@@ -14,14 +18,20 @@ from nbddp.checkpoint.writing import FORMAT, VERSION, clear_unfinished, link, wr
 __all__ = [
     "FORMAT",
     "LOAD_HINT",
+    "SUFFIXES",
     "VERSION",
+    "Loaded",
     "buffer_names",
     "check_plain",
     "checkpoint_path",
     "clear_unfinished",
+    "found_in",
     "link",
     "load_checkpoint",
+    "load_file",
     "load_state",
+    "located",
+    "match",
     "misfits",
     "model_state",
     "newest_complete",
@@ -29,6 +39,8 @@ __all__ = [
     "plain",
     "read",
     "read_resumable",
+    "same",
     "state_of",
+    "without_wrappers",
     "write",
 ]

@@ -1,110 +1,156 @@
-"""State dicts in files, and how they get into a model."""
+"""Writing a state dict into a model in place, all of it or nothing, and the words for what was done."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from pathlib import Path
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from nbddp.checkpoint.reading import read
-from nbddp.checkpoint.writing import FORMAT
-from nbddp.errors import CheckpointError, suggest
+from nbddp.checkpoint.contents import Found
+from nbddp.checkpoint.fitting import Target, fit
+from nbddp.checkpoint.misfit import Misfit, Misfits
+from nbddp.checkpoint.names import bare
+from nbddp.checkpoint.undo import Undo
+from nbddp.checkpoint.writing import first_line
+from nbddp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+    from torch import nn
+
 LOAD_HINT = "the model is unchanged"
-_WRAPPERS = ("module.", "_orig_mod.")
+_NAMES = ("missing", "unexpected")
 
 
-def state_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The model's state dict in a checkpoint of ours, or a bare state dict; without the prefixes of DDP and torch.compile.
+@dataclass(slots=True)
+class Loaded:
+    """What was written into a model.
 
-    Raises:
-        CheckpointError: where there is none.
+    Attributes:
+        found: the state dict and what its file says.
+        entries: how many entries of the file went into the model.
+        left: what did not fit and was left out, which `strict=False` allows.
+        casts: how many tensors were cast, by the dtypes of file and model.
+        wrappers: parts that were left out of the file's names.
+        below: the attribute that was left out of them.
     """
-    ours = content.get("format") == FORMAT
-    state = content.get("model") if ours else content
-    if isinstance(state, dict) and _is_state_dict(state):
-        return _unwrapped(state)
-    if ours and state == {}:
-        return {}
-    nested = next((key for key, value in content.items() if _is_state_dict(value)), None)
-    hint = "" if nested is None else f"; its entry {nested!r} may be one: model.load_state_dict(torch.load({str(path)!r})[{nested!r}])"
-    message = f"{path} holds no state dict of a model: keys {', '.join(map(str, list(content)[:5]))}{hint}"
-    raise CheckpointError(message)
+
+    found: Found
+    entries: int
+    left: Misfits = field(default_factory=lambda: Misfits([], {}, {}))
+    casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
+    wrappers: set[str] = field(default_factory=set)
+    below: str = ""
+
+    def facts(self) -> list[str]:
+        """Where in training the file is from, and what became other than in the file."""
+        at = [f"{name} {value}" for name, value in (("epoch", self.found.epoch), ("step", self.found.step)) if value is not None]
+        names = [f"names without {' and '.join(f'{part}.' for part in sorted(self.wrappers))}"] if self.wrappers else []
+        casts = [f"{count} from {_short(source)} to {_short(target)}" for (source, target), count in self.casts.items()]
+        return [*([", ".join(at)] if at else []), *names, *casts, *self.remarks()]
+
+    def remarks(self) -> list[str]:
+        """What a caller could not have expected."""
+        said = []
+        if self.below:
+            said.append(f"from what is below {self.below}. in it")
+        if self.found.others:
+            there = ".".join(self.found.where)
+            said.append(f"from its entry {there}, not {' or '.join(self.found.others)}")
+        if self.left:
+            said.append(f"{self.entries} {'entry' if self.entries == 1 else 'entries'} loaded, left out:\n  " + "\n  ".join(self.left.lines()))
+        return said
 
 
-def _is_state_dict(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value) and any(isinstance(item, torch.Tensor) for item in value.values())
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
-    """Without `module.` and `_orig_mod.` in front, where every name has them."""
-    while (prefix := next((p for p in _WRAPPERS if all(key.startswith(p) for key in state)), None)) is not None:
-        versions = getattr(state, "_metadata", None)
-        state = OrderedDict((key.removeprefix(prefix), value) for key, value in state.items())
-        if versions is not None:
-            inner = {key.removeprefix(prefix): value for key, value in versions.items() if key.startswith(prefix)}
-            state._metadata = {**inner, "": versions.get(prefix[:-1], {})}  # type: ignore[attr-defined]  # where load_state_dict looks for it
-    return state
-
-
-def misfits(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """What keeps a state dict from fitting a model, a line each: missing, unexpected, other shape."""
-    own = model.state_dict()
-    lines = []
-    for key, value in own.items():
-        if key not in state:
-            lines.append(f"missing     {key}{suggest(key, [other for other in state if other not in own])}")
-        elif isinstance(value, torch.Tensor) and isinstance(state[key], torch.Tensor) and value.shape != state[key].shape:
-            lines.append(f"shape       {key}: the model has {tuple(value.shape)}, the file {tuple(state[key].shape)}")
-    lines.extend(f"unexpected  {key}" for key in state if key not in own)
-    return lines
-
-
-def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool, what: str) -> None:
+def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool, what: str, undo: bool = True) -> Loaded:
     """Write a state dict into a model in place: device, dtype, mode and ties of the model stay.
+
+    Args:
+        model: what to write to.
+        state: its entries, under names with any wrappers.
+        strict: whether every name must be in both, and fit; otherwise what does not is left out.
+        what: what the state dict is called where it does not fit.
+        undo: keep a copy of the model on the CPU until it is done, so that whatever interrupts it leaves the model as it was.
 
     Raises:
         CheckpointError: where it does not fit; the model is unchanged then.
     """
-    lines = misfits(model, state)
-    hard = lines if strict else [line for line in lines if line.startswith("shape")]
-    if hard:
-        shown = "\n  ".join(hard[:12] + ([f"and {len(hard) - 12} more"] if len(hard) > 12 else []))
-        message = f"{what} does not fit {type(model).__name__}; {LOAD_HINT}:\n  {shown}"
-        raise CheckpointError(message)
-    model.load_state_dict(state, strict=False)
+    return load_found(model, Found(state), strict=strict, what=what, undo=undo)
 
 
-def load_checkpoint(path_or_run: object, model: nn.Module | None = None, strict: bool = True, weights_only: bool = True) -> Any:
-    """Load a checkpoint file into a model of this process, in place.
+def load_found(model: nn.Module, found: Found, *, strict: bool, what: str, undo: bool = True) -> Loaded:
+    """`load_state` for what was found in a file."""
+    target = Target(model)
+    fitted = fit(target, found, strict=strict)
+    unfit, asks = fitted.misfits, target.decides_itself()
+    fits = set(fitted.state) & set(target.state) - fitted.unfit
+    if not strict:
+        refused = bool(unfit.of("tied")) or bool(target.state and not fits and not asks)
+        for name in fitted.unfit:
+            del fitted.state[name]
+    else:
+        refused = bool(unfit.of("tied", "dtype") if asks else unfit)
+    if refused:
+        raise CheckpointError(_refusal(model, what, unfit))
+    kept = Undo(model) if undo else None
+    try:
+        answer = model.load_state_dict(fitted.state, strict=False)
+    except BaseException as error:
+        if kept is not None:
+            kept.restore()
+        if not isinstance(error, Exception):
+            raise
+        unfit.rows = [row for row in unfit.rows if row.kind not in _NAMES]
+        raise CheckpointError(_refusal(model, what, unfit, error)) from error  # what torch, and the user's hooks and extra states, make of a file
+    if asks:  # code of the model's own knows names that are in no state dict
+        left = [] if strict else [row for row in unfit.rows if row.kind not in _NAMES]
+        left += [Misfit("missing", target.names.get(name, name)) for name in answer.missing_keys if name not in fitted.unfit]
+        unfit.rows = left + [Misfit("unexpected", bare(name)) for name in answer.unexpected_keys]
+    if strict and unfit:
+        if kept is not None:
+            kept.restore()
+        raise CheckpointError(_refusal(model, what, unfit))
+    return Loaded(found, len(fits), unfit, fitted.casts, fitted.wrappers, fitted.below)
+
+
+def _refusal(model: nn.Module, what: str, unfit: Misfits, error: Exception | None = None) -> str:
+    of_torch = isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict")
+    if error is None or (of_torch and unfit):
+        shown = "\n  ".join(unfit.lines())
+        return f"{what} does not fit {type(model).__name__}; {LOAD_HINT}:\n  {shown}"
+    said = str(error).strip() if of_torch else f"{type(error).__name__}: {first_line(error)}"
+    return f"{what} could not be loaded into {type(model).__name__}; {LOAD_HINT}: {said}"
+
+
+def misfits(model: nn.Module, state: Mapping[str, Any] | Found) -> list[str]:
+    """What keeps a state dict from fitting a model, a line each; empty where nothing does. The model is not touched.
 
     Args:
-        path_or_run: a checkpoint file of nbddp, a file with a bare state dict, a run (its last checkpoint) or a run directory.
-        model: the module to write into; tied weights stay tied, device and dtype are the model's.
-        strict: whether every key must be in both.
-        weights_only: refuse files that hold more than tensors and plain types; False runs whatever code the file carries.
-
-    Returns:
-        the model, or the state dict where no model is given.
-
-    Raises:
-        CheckpointError: where the file is incomplete or does not fit; the model is unchanged then.
+        model: what it is to fit.
+        state: entries under names with any wrappers, or what was found in a file.
     """
-    path = checkpoint_path(path_or_run)
-    state = state_of(read(path, weights_only=weights_only), path)
-    if model is None:
-        return state
-    load_state(model, state, strict=strict, what=str(path))
-    return model
+    found = state if isinstance(state, Found) else Found(state)
+    try:
+        target = Target(model)
+        fitted = fit(target, found)
+        if fitted.misfits and target.decides_itself() and (trial := _copied(model)) is not None:
+            load_found(trial, found, strict=True, what="it", undo=False)
+            return []
+    except CheckpointError as error:
+        said = str(error).splitlines()
+        return [line.strip() for line in said[1:]] or said
+    return fitted.misfits.lines(limit=None)
 
 
-def checkpoint_path(path_or_run: object) -> Path:
-    """The file that a path, a run directory or a Run stands for."""
-    path = Path(getattr(path_or_run, "dir", path_or_run))  # type: ignore[arg-type]
-    return path / "checkpoints" / "last.pt" if path.is_dir() else path
+def _copied(model: nn.Module) -> nn.Module | None:
+    try:
+        return copy.deepcopy(model)
+    except Exception:  # noqa: BLE001 - a model of the user's may refuse to be copied for any reason
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import pickle
 import re
@@ -11,13 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 
+from nbddp.checkpoint import tensorfile
 from nbddp.checkpoint.writing import FORMAT, VERSION, first_line
 from nbddp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar")
+"""Of the files among which one that is missing is looked for; what a file is is told from its content alone."""
+_LISTED = 8
 _HEAD = 64
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _TORCH_BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -37,21 +44,29 @@ _KINDS = {
 def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """Read a checkpoint file onto the CPU; its tensors are mapped, and read from the disk when they are used.
 
+    Args:
+        path: a file of torch or of safetensors, whatever its name.
+        weights_only: refuse files that hold more than tensors and plain types; False runs whatever code the file carries.
+
+    Returns:
+        what the file holds; of safetensors a dict with `format`, `metadata` and `tensors`; of a pickled module its state dict.
+
     Raises:
         CheckpointError: where the file is missing, incomplete, foreign, or holds more than tensors and plain types.
     """
     try:
         with _opened(path) as same:
             problem = _problem(same)
-            content = torch.load(same, map_location="cpu", weights_only=weights_only, mmap=_is_zip(same)) if problem is None else None
+            content = _content(same, weights_only=weights_only) if problem is None else None
     except FileNotFoundError:
-        near = [other.name for other in path.parent.glob("*.pt")] if path.parent.is_dir() else []
-        has = f"; {path.parent} has {', '.join(sorted(near))}" if near else ""
-        problem = f"no checkpoint {path}{has}"
-        raise CheckpointError(problem) from None
+        raise CheckpointError(_missing(path)) from None
     except pickle.UnpicklingError as error:
         problem = _pickled(error)
         message = f"{path} {problem}"
+        raise CheckpointError(message) from error
+    except SafetensorError as error:
+        said = first_line(error).removeprefix("Error while deserializing header: ")
+        message = f"{path} is not a complete checkpoint: it is a safetensors file that was cut off or damaged ({said[:120]})"
         raise CheckpointError(message) from error
     except OSError as error:
         message = f"{path} can't be read: {error.strerror}"
@@ -62,6 +77,8 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     if problem is not None:
         message = f"{path} {problem}"
         raise CheckpointError(message)
+    if isinstance(content, nn.Module):
+        content = content.state_dict()
     if not isinstance(content, dict):
         message = f"{path} holds a {type(content).__name__}, not a checkpoint or a state dict"
         raise CheckpointError(message)
@@ -71,6 +88,22 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         message = f"{path} has version {version!r} of the schema; this nbddp reads version {VERSION}{remedy}"
         raise CheckpointError(message)
     return content
+
+
+def _content(path: Path, *, weights_only: bool) -> Any:
+    if tensorfile.is_one(path):
+        return tensorfile.read(path)
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=_is_zip(path))
+
+
+def _missing(path: Path) -> str:
+    """That a file is not there, and which checkpoints are where it was looked for, the nearest names first."""
+    folder = path.parent
+    names = sorted(other.name for other in folder.iterdir() if other.suffix in SUFFIXES) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.55) if len(names) > _LISTED else []
+    listed = [*near, *(name for name in names if name not in near)]
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    return f"no checkpoint {path}" + (f"; {'the working directory' if folder == Path() else folder} has {', '.join(listed[:_LISTED])}{more}" if listed else "")
 
 
 @contextlib.contextmanager
@@ -102,7 +135,7 @@ def _problem(path: Path) -> str | None:
         return _zip_problem(path, size)
     if head.startswith(_TORCH_BEFORE_ZIP):
         return None
-    return f"can't be read: it is {_kind(head, size)}, not a checkpoint"
+    return tensorfile.problem(head, size) if tensorfile.looks_like_one(head) else f"can't be read: it is {_kind(head, size)}, not a checkpoint"
 
 
 def _zip_problem(path: Path, size: int) -> str | None:
@@ -126,8 +159,6 @@ def _kind(head: bytes, size: int) -> str:
             return kind
     if not head.strip(b"\0"):
         return "zeros, as a machine that went down may leave"
-    if int.from_bytes(head[:8], "little") < size and head[8:9] == b"{":
-        return "a safetensors file (safetensors.torch.load_file reads it, and model.load_state_dict takes what it holds)"
     if head.startswith(_PICKLE):
         return "a pickle that torch did not write"
     with contextlib.suppress(UnicodeDecodeError):

@@ -22,6 +22,7 @@ from nbddp.kernel.tail import rendered
 from nbddp.kernel.text import bytes_text, clock_text, count_text, rate_text, seconds_text, share_text, short_id, value_text
 from nbddp.rundir import write_atomically
 from nbddp.state import PHASES
+from nbddp.tabular import FONT, html_table
 
 if TYPE_CHECKING:
     from nbddp.rundir import RunDir
@@ -207,11 +208,11 @@ def _html(
     phases = _mean_phases(state)
     if any(phases.values()):
         parts += [markup.heading(f"Where a step's {seconds_text(sum(phases.values()))} go"), markup.phase_bar(phases), markup.phase_legend(phases)]
-    parts.append(markup.div(markup.table((), [(markup.quiet(key), escape(value)) for key, value in facts], left=2, wrap=True), "margin-top:8px"))
+    parts.append(markup.div(html_table((), [(markup.quiet(key), escape(value)) for key, value in facts], left=2, wrap=True), "margin-top:8px"))
     parts += [markup.message(level, text) for level, text in _notes(state)]
     if holds:
         parts.append(markup.div(escape(holds), "margin-top:8px;font-weight:600"))
-    return markup.div("".join(parts), f"{markup.FONT};max-width:680px")
+    return markup.div("".join(parts), f"{FONT};max-width:680px")
 
 
 def _text(

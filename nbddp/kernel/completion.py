@@ -6,7 +6,6 @@ at torch only where the notebook has imported it.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 _MAGIC = re.compile(r"(?:^|[\s=])%{1,2}(ddp_[a-z]+)[ \t]+(.*)$")
 _OFFERED_RUNS = 50
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+"""What files of weights are called: `nbddp.checkpoint`, which knows them by their content, imports torch."""
 
 Offer = tuple[str, str]
 """A completion and its kind."""
@@ -75,9 +76,9 @@ def complete(magic: str, text: str, names: Mapping[str, Any]) -> tuple[str, list
         return ("", [], True) if option is None else _starting(value, _values(option, value, names), option)
     if fragment.startswith("-"):
         return fragment, _flags(fragment, options, given), True
-    if re.search(r"[.\[(]", fragment):  # an expression: IPython's own matchers know attributes and keys
+    if re.search(r"[.\[(]", fragment) and not (magic == "ddp_load" and position == 1):  # an expression: IPython's own matchers know attributes and keys
         return "", [], False
-    if (choose := _word_offers(magic, position)) is not None:
+    if (choose := _word_offers(magic, position, fragment)) is not None:
         offers = [offer for offer in choose(names) if offer[0].startswith(fragment)]
         return fragment, offers or ([] if fragment else _flags("", options, given)), True
     if fragment and words and words[-1].is_option:  # the value that a flag may have
@@ -157,7 +158,7 @@ def _norms() -> tuple[str, ...]:
     return NORMS
 
 
-def _word_offers(magic: str, position: int) -> Callable[[Mapping[str, Any]], list[Offer]] | None:
+def _word_offers(magic: str, position: int, fragment: str) -> Callable[[Mapping[str, Any]], list[Offer]] | None:
     """What the next word that stands for itself can be."""
     chosen: dict[tuple[str, int], Callable[[Mapping[str, Any]], list[Offer]]] = {
         ("ddp_train", 0): _modules,
@@ -165,7 +166,7 @@ def _word_offers(magic: str, position: int) -> Callable[[Mapping[str, Any]], lis
         ("ddp_plan", 0): _modules,
         ("ddp_plan", 1): _datasets,
         ("ddp_load", 0): _modules,
-        ("ddp_load", 1): lambda names: _runs(),
+        ("ddp_load", 1): lambda names: [*_runs(), *(offer for offer in _paths(fragment, CHECKPOINTS) if fragment or not offer[0].endswith("/"))],
         ("ddp_attach", 0): lambda names: _runs(),
         ("ddp_stop", 0): lambda names: _runs(),
         ("ddp_stacks", 0): lambda names: _runs(),
@@ -200,12 +201,10 @@ def _losses(names: Mapping[str, Any]) -> list[Offer]:
 
 def _runs() -> list[Offer]:
     """Ids of the newest runs of this notebook, the newest first."""
-    from nbddp.rundir import ROOT_NAME, run_dirs
+    from nbddp.rundir import run_dirs
+    from nbddp.runroot import run_root
 
-    # The module of the runs imports torch, and asking it for the root would fix the root: Tab does neither.
-    module = sys.modules.get("nbddp.kernel.runs")
-    root = Path(os.environ.get("NBDDP_RUN_ROOT", ROOT_NAME)).expanduser() if module is None else module.run_root()
-    return [(run.id, "run") for run in run_dirs(root)[: -_OFFERED_RUNS - 1 : -1]]
+    return [(run.id, "run") for run in run_dirs(run_root(fix=False))[: -_OFFERED_RUNS - 1 : -1]]
 
 
 def _paths(fragment: str, suffixes: tuple[str, ...]) -> list[Offer]:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from nbddp.errors import BundleError, ConfigError
 from nbddp.sampler import GlobalSampler, SamplerError
+from nbddp.wrappers import inside
 
 if TYPE_CHECKING:
     from nbddp.kernel.request import Named
@@ -45,7 +46,7 @@ def take_model(named: Named) -> tuple[nn.Module, list[str]]:
         BundleError: where a parameter has hooks of its own, which would be lost without a word.
     """
     model, notes = named.value, []
-    while (inner := _inside(model)) is not None:
+    while (inner := inside(model)) is not None:
         wrapper, model = inner
         notes.append(f"{named.name} was wrapped in {wrapper}: unwrapped")
     if not isinstance(model, nn.Module):
@@ -63,14 +64,6 @@ def take_model(named: Named) -> tuple[nn.Module, list[str]]:
             message = f"{named.name}: {name} has a hook on the tensor itself, which can't be sent to another process: register it in optimizer(model)"
             raise BundleError(message)
     return model, notes
-
-
-def _inside(model: object) -> tuple[str, object] | None:
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return type(model).__name__, model.module
-    if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
-        return "torch.compile", model._modules["_orig_mod"]
-    return None
 
 
 def take_data(named: Named, *, training: bool, sampler: object = None) -> Data:

@@ -14,14 +14,13 @@ import torch
 from nbddp.errors import ConfigError
 from nbddp.planning import Machine
 from nbddp.plans import Plan
+from nbddp.precision import NATIVE_BF16
 from nbddp.rundir import run_dirs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _FOREIGN_MIB = 1024
-NATIVE_BF16 = 8.0
-"""Compute capability from which on GPUs compute in bf16 themselves (Ampere)."""
 
 
 def this_machine() -> Machine:

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 from nbddp.kernel.text import bytes_text, count_text, rate_text, seconds_text, share_text
 from nbddp.state import PHASES
+from nbddp.tabular import NUMBERS, QUIET, html_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from nbddp.state import RankState, RunState
 
-FONT = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:13px;line-height:1.45;color:var(--jp-ui-font-color1,inherit)"
 MONO = "font-family:var(--jp-code-font-family,monospace);font-size:12px;line-height:1.4"
-QUIET = "color:var(--jp-ui-font-color2,inherit)"
 LINE = "rgba(128,128,128,.28)"
-NUMBERS = "font-variant-numeric:tabular-nums"
 STATE_COLOURS = {"starting": "#7d8590", "running": "#4285f4", "finished": "#2e9d5b", "stopped": "#d08a1d", "failed": "#dc4638"}
 PHASE_COLOURS = {"data": "#e0a526", "forward": "#4285f4", "backward": "#9166d6", "sync": "#e2604f", "optimizer": "#35a27b"}
 WARNING, ERROR = "#d08a1d", "#dc4638"
@@ -112,21 +110,6 @@ def slowest_text(state: RunState) -> str:
     return f"rank {rank} is the slowest in {share} of the steps; the fastest waits {seconds_text(state.wait_s)} for it"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False) -> str:
-    """A table of cells that are HTML already; the first `left` columns are text, the others numbers; `wrap` lets the last column break."""
-    cell = f"padding:2px 14px 2px 0;border:0;background:none;{NUMBERS}"
-
-    def line(cells: Sequence[str], name: str, extra: str = "", last: str = "white-space:nowrap") -> str:
-        breaks = ["white-space:nowrap"] * (len(cells) - 1) + [last]
-        styles = [f"text-align:{'left' if index < left else 'right'};{cell};{extra};{rule}" for index, rule in enumerate(breaks)]
-        return tag("tr", "".join(tag(name, content, style) for content, style in zip(cells, styles, strict=True)), "background:none")
-
-    head = line([quiet(name) for name in header], "th", "font-weight:400;font-size:11px") if header else ""
-    last = "overflow-wrap:anywhere" if wrap else "white-space:nowrap"
-    body = "".join(line(row, "td", "vertical-align:top", last) for row in rows)
-    return div(tag("table", f"<thead>{head}</thead><tbody>{body}</tbody>", "border-collapse:collapse;border:0;margin:0;font-size:12px"), "overflow-x:auto")
-
-
 def rank_table(ranks: Iterable[RankState]) -> str:
     """One row per rank: device, what it does, its step, throughput, memory, and where its own time goes."""
     rows = list(ranks)
@@ -143,7 +126,7 @@ def rank_table(ranks: Iterable[RankState]) -> str:
         )
         for row in rows
     ]
-    inner = table(("rank", "device", "phase", "its step", "step", "samples/s", "memory"), cells, left=4)
+    inner = html_table(("rank", "device", "phase", "its step", "step", "samples/s", "memory"), cells, left=4)
     return div(inner, "max-height:236px;overflow-y:auto")
 
 

@@ -131,4 +131,11 @@ RUNS_OPTIONS = {
     )
 }
 ATTACH_OPTIONS = {"as": next(option for option in INVOCATION if option.name == "as")}
-LOAD_OPTIONS = {"which": Option("which", "which checkpoint of the run", metavar="last|best|initial|EPOCH", words=("last", "best", "initial"))}
+LOAD_OPTIONS = {
+    option.name: option
+    for option in (
+        Option("which", "which checkpoint of the run", metavar="last|best|initial|EPOCH", words=("last", "best", "initial")),
+        Option("strict", "every entry must be in both and fit; --no-strict leaves out what does not", flag=True, default=True),
+        Option("weights_only", "tensors and plain types only; --no-weights-only runs the code that a file carries", flag=True, default=True),
+    )
+}

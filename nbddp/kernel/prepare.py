@@ -16,16 +16,16 @@ import torch
 from nbddp.config import TrainConfig
 from nbddp.data import split_size
 from nbddp.errors import ConfigError
-from nbddp.kernel import inputs, resume, resume_rules, weights
+from nbddp.kernel import inputs, norms, resume, resume_rules, weights
 from nbddp.kernel.hooks import check_hooks
 from nbddp.kernel.machine import check_devices, this_machine
 from nbddp.kernel.request import Request
-from nbddp.kernel.runs import run_root, training
+from nbddp.kernel.runs import training
 from nbddp.kernel.trackers import check_trackers
 from nbddp.metric import check_metrics
-from nbddp.norm import keep_warning
 from nbddp.planning import Job, make_plan
 from nbddp.plans import Plan
+from nbddp.runroot import run_root
 from nbddp.stage import OF_OPTIMIZER, OF_SCHEDULE, Stage, check_stages, read_stages
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class Prepared:
     config: TrainConfig
     plan: Plan
     root: Path
-    init_path: Path | None
-    starts_from: str | None
+    start: weights.Start
+    swaps: dict[str, str]
     matmul_precision: str
     notes: tuple[str, ...]
     resumed: resume.ResumePoint | None = None
@@ -52,7 +52,7 @@ class Prepared:
     def plan_line(self, data: str = "") -> str:
         inherited = "matmul_precision" not in self.config.given and self.matmul_precision != "highest"
         matmul = f"matmul {self.matmul_precision} (the notebook's)" if inherited else ""
-        begins = f"{self.request.model.name} {self.starts_from}" if self.starts_from else "" if self.resumed is None else self.resumed.line
+        begins = f"{self.request.model.name} {self.start.line}" if self.start.line else "" if self.resumed is None else self.resumed.line
         return self.plan.line(*(part for part in (matmul, begins, data) if part))
 
     @property
@@ -96,9 +96,10 @@ def prepare(request: Request) -> Prepared:
     if point is not None:
         notes += inputs.stateful(request.data, train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
-    smallest = min(stage.micro_batch_size for stage in plan.stages)
-    if (warning := keep_warning(model, world_size=plan.nproc, per_rank=smallest)) is not None:
-        notes.append(warning)
+    swaps, said = norms.decide(config, model, plan)
+    notes += said
+    if point is not None:
+        resume_rules.check_norm(point, model, swaps, config)
     if request.hooks.get("scheduler") is not None and "scheduler_interval" not in config.given:
         notes.append("the scheduler advances every step; --scheduler-interval epoch has it advance every epoch")
     if n_val == 0 and "validation_step" in hooks:
@@ -107,11 +108,11 @@ def prepare(request: Request) -> Prepared:
     precision = config.matmul_precision
     if "matmul_precision" not in config.given:
         precision = torch.get_float32_matmul_precision()  # type: ignore[assignment]
-    init_path, starts_from = (None, None) if point is not None else weights.initial_weights(config.init, model, root)
+    start = weights.Start() if point is not None else weights.initial_weights(config.init, model, root, swaps)
     datasets = {"train": (request.data.name, train.dataset)}
     if val is not None and request.val is not None:
         datasets["val"] = (request.val.name, val.dataset)
-    return Prepared(request, model, datasets, hooks, config, plan, root, init_path, starts_from, precision, tuple(notes), point)
+    return Prepared(request, model, datasets, hooks, config, plan, root, start, swaps, precision, tuple(notes), point)
 
 
 def _hooks(request: Request, train: inputs.Data, val: inputs.Data | None, stages: tuple[Stage, ...]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbddp import checkpoint
+from nbddp import checkpoint, norm
 from nbddp.errors import CheckpointError, ConfigError, suggest
 from nbddp.kernel.text import short_id
 from nbddp.rundir import RunDir, find_run, run_dirs
@@ -117,7 +117,10 @@ def _point(path: Path, content: dict[str, Any], run: RunDir | None, model: nn.Mo
     if run is not None:
         _refuse_live(run)
     state = checkpoint.state_of(content, path)
-    if problems := checkpoint.misfits(model, state):
+    layers = norm.batch_norm_layers(model)
+    with norm.swapped(model, {name: kind for name, kind in (content.get("norm") or {}).items() if name in layers}):
+        problems = checkpoint.misfits(model, state)
+    if problems:
         shown = "\n  ".join(problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []))
         message = f"{path} does not fit {type(model).__name__}, so that nothing can go on from it:\n  {shown}"
         raise CheckpointError(message)

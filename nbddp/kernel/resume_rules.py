@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nbddp import checkpoint, norm
 from nbddp.config import TrainConfig
 from nbddp.errors import CheckpointError, ConfigError
 from nbddp.kernel.resume import closest_boundary
@@ -20,6 +21,8 @@ from nbddp.stage import stage_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import nn
 
     from nbddp.kernel.resume import ResumePoint
     from nbddp.plans import Plan, StagePlan
@@ -69,6 +72,21 @@ def merge(point: ResumePoint, *, brought: Mapping[str, object], given: TrainConf
         message = f"{error} (with the options of run {point.tail}, which hold where the cell gives no others)"
         raise ConfigError(message) from None
     return Merged(config, tuple(_differences(stored, config, batch=batch, brought=set(brought) - set(written), ended=ended)))
+
+
+def check_norm(point: ResumePoint, model: nn.Module, swaps: Mapping[str, str], config: TrainConfig) -> None:
+    """Whether the checkpoint's weights fit the model with the normalization layers that this run has.
+
+    Raises:
+        CheckpointError: where they do not.
+    """
+    with norm.swapped(model, swaps):
+        problems = checkpoint.misfits(model, checkpoint.state_of(checkpoint.read(point.path), point.path))
+    if problems:
+        before = point.facts["config"].get("norm", "auto")
+        shown = "\n  ".join(problems[:4] + ([f"and {len(problems) - 4} more"] if len(problems) > 4 else []))
+        message = f"norm={config.norm}: the checkpoint is of a model with norm={before}, and its weights do not fit: leave --norm out\n  {shown}"
+        raise CheckpointError(message)
 
 
 def _stored(point: ResumePoint) -> TrainConfig:

@@ -6,18 +6,17 @@ Runs in the kernel. Everything is read from the run directory, so a run of anoth
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
-from nbddp.errors import CheckpointError, ConfigError, NbddpError, RunFailed, WorkerLost
+from nbddp.errors import ConfigError, NbddpError, RunFailed, WorkerLost
 from nbddp.failure import Failure
 from nbddp.kernel.ancestry import Ancestry
 from nbddp.kernel.follow import Follower
 from nbddp.kernel.history import History
-from nbddp.kernel.table import CheckpointTable
+from nbddp.kernel.trained import Trained
 from nbddp.launch import local
 from nbddp.launch.stacks import stacks
 
@@ -35,7 +34,7 @@ CATCH_UP_S = 10.0
 """How long opening a run waits for its events to be read; a long run of the past has many."""
 
 
-class Run:
+class Run(Trained):
     """One training run; made by `%%ddp_train`, `nbddp.train` and `nbddp.attach`.
 
     Attributes:
@@ -50,15 +49,12 @@ class Run:
         if spec is None:
             message = f"{run_dir.path} is not a run directory: it has no readable spec.json"
             raise ConfigError(message)
-        self._files, self._spec, self._supervised = run_dir, spec, supervised
-        self._model = model
-        self._load_pending = model is not None
-        self._lock = threading.Lock()
+        super().__init__(run_dir, spec, model)
+        self._supervised = supervised
         self.id, self.dir = run_dir.id, run_dir.path
         self.config = TrainConfig(**spec["config"])
         self.parent: str | None = spec.get("parent")
         self._joined: History | None = None
-        self._holds: str | None = None
         self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive, niced=blocking)
         self._result: dict[str, Any] | None = None
         self._follower.add_listener(self._remember_end)
@@ -129,11 +125,6 @@ class Run:
         """One entry per epoch: epoch, step, stage, loss, duration_s, val_loss and whatever else was recorded of it."""
         return self._history.epochs
 
-    @property
-    def checkpoints(self) -> CheckpointTable:
-        """The checkpoint files: name, path, epoch, step, value, bytes."""
-        return CheckpointTable.of(self._files, self._follower.state.checkpoints)
-
     def log(self, rank: int | None = 0) -> str:
         """Everything that a rank printed; `rank=None` is the supervisor."""
         try:
@@ -185,76 +176,6 @@ class Run:
         else:
             local.kill_run(self._files)
 
-    def load(self, model: nn.Module | str | int | None = None, which: nn.Module | str | int = "last") -> nn.Module:
-        """Write the weights of a checkpoint into a model in place: `last`, `best`, `initial` or the number of an epoch.
-
-        Args:
-            model: default: the object that was bundled, whatever its name is bound to by now.
-            which: the checkpoint; it may stand first: ``run.load("best")``, ``run.load("best", net)``.
-
-        Returns:
-            the model; its mode, device and tied weights stay.
-
-        Raises:
-            ConfigError: where there is no model to write to.
-            CheckpointError: for a checkpoint that is missing, not finite, or does not fit; the model is unchanged then.
-        """
-        from torch import nn
-
-        from nbddp.kernel import weights
-
-        given: object = model
-        if isinstance(model, str | int):
-            given, which = which if isinstance(which, nn.Module) else None, model
-        target = self._model if given is None else given
-        if target is None:
-            message = f"run {self.id} was started by another kernel: name the model, run.load(net), or rebuild it with run.model()"
-            raise ConfigError(message)
-        if not isinstance(target, nn.Module):
-            message = f"run.load takes a torch.nn.Module, not a {type(target).__name__}"
-            raise ConfigError(message)
-        if isinstance(which, nn.Module):
-            message = "run.load takes one module and one checkpoint, and was given two modules"
-            raise ConfigError(message)
-        ended = self._files.read_result() is not None
-        at = weights.load_into(target, self._files, which)
-        if target is self._model and ended:  # a look at weights in the making does not replace those of the end
-            self._load_pending = False
-        name = self._spec["model_name"] if target is self._model else type(target).__name__
-        print(f"{name}: {at} of run {self.id}")  # noqa: T201 - says what was written into the user's model
-        return target
-
-    def model(self, which: str | int = "last") -> nn.Module:
-        """Rebuild the module from the run's own bundle, with the weights of a checkpoint, in any kernel.
-
-        Raises:
-            CheckpointError: where the bundle or the checkpoint is gone.
-        """
-        from nbddp.bundle.loader import load_model
-        from nbddp.kernel import weights
-
-        if not self._files.bundle.is_file():
-            message = f"run {self.id} has no bundle: a run that failed before its first step keeps only its record"
-            raise CheckpointError(message)
-        module: nn.Module = load_model(self._files.bundle)
-        weights.load_into(module, self._files, which)
-        return module
-
-    def evaluate(self, data: object) -> dict[str, float]:
-        """Not available yet."""
-        message = "run.evaluate is not available yet: validation data given with --val is evaluated while training"
-        raise ConfigError(message)
-
-    def predict(self, data: object) -> Any:
-        """Not available yet."""
-        message = "run.predict is not available yet: run.model() gives the module"
-        raise ConfigError(message)
-
-    def diff(self, other: object) -> Any:
-        """Not available yet."""
-        message = "run.diff is not available yet"
-        raise ConfigError(message)
-
     # -- how it looks
 
     def view(self) -> Card | None:
@@ -304,48 +225,8 @@ class Run:
         return self._joined
 
     @property
-    def files(self) -> RunDir:
-        return self._files
-
-    @property
     def follower(self) -> Follower:
         return self._follower
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        return self._spec
-
-    def take_weights(self) -> str | None:
-        """Load the run's weights into the bundled model by the rules of `load`; return the line that says what it holds, None where nothing is to do."""
-        from nbddp.kernel import weights
-
-        with self._lock:
-            pending, self._load_pending = self._load_pending, False
-        which = weights.chosen(self.config, patient=self._spec["plan"]["stages"][-1].get("patience") is not None)
-        if not pending or self._model is None:
-            return None
-        weights.remember_initial(self._model, self._files)
-        name = self._spec["model_name"]
-        if self.state == "failed":
-            have = [which for which in ("last", "best") if (self._files.checkpoints / f"{which}.pt").is_file()]
-            self._holds = f"{name} is unchanged" + (f'; the {have[0]} checkpoint: run.load("{have[0]}")' if have else "")
-            return self._holds
-        if which is None:
-            self._holds = f"{name} is unchanged, as asked; run.load() loads the last checkpoint"
-            return self._holds
-        try:
-            at = weights.load_into(self._model, self._files, which)
-        except CheckpointError as error:
-            self._holds = f"{name} is unchanged: {error}"
-            return self._holds
-        monitor = self._spec["plan"]["stages"][self._follower.state.stage]["monitor"]
-        self._holds = weights.holds_line(name, which, at, self._follower.state, monitor)
-        return self._holds
-
-    def say_weights_wait(self) -> None:
-        """For a run in the background that has ended: its card says that the model is as it was."""
-        if self._load_pending and self.state != "failed":
-            self._holds = f"{self._spec['model_name']} is as it was: run.wait() or run.load() loads the weights"
 
     def _remember_end(self, state: RunState) -> None:
         if state.done:
@@ -356,10 +237,6 @@ class Run:
         if self._result is None:
             self._result = self._files.read_result()
         return self._result
-
-    def trains(self, model: nn.Module) -> bool:
-        """Whether this run goes on and was started with this very object."""
-        return self._model is model and not self._follower.done.is_set()
 
     def _settle(self) -> None:
         if self._supervised is not None:

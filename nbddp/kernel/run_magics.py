@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_magic, magics_class, needs_local_scope, no_var_expand
 from IPython.display import display
 
-from nbddp.errors import ConfigError
+from nbddp.errors import ConfigError, suggest
 from nbddp.kernel.binding import binder, names_of, say
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class RunMagics(Magics):
 
     def _prune(self, root: Path | None, values: Mapping[str, str | bool]) -> None:
         from nbddp.kernel.line import flag_value, number_value
-        from nbddp.kernel.runs import run_root
         from nbddp.rundir import prune_runs
+        from nbddp.runroot import run_root
 
         dry_run = flag_value("dry_run", values.get("dry_run", True))
         where = run_root(root)
@@ -131,12 +131,17 @@ class RunMagics(Magics):
     @no_var_expand
     @needs_local_scope
     def ddp_load(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
-        """%ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH]: weights of a run (the last one) or of a checkpoint file into a model."""
+        """%ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH]: weights of a run (the last one) or of a checkpoint file into a model.
+
+        --no-strict leaves out what does not fit, and says what that was; --no-weights-only runs the code that a file may carry.
+        """
         __tracebackhide__ = True
+        from nbddp.kernel.line import flag_value
         from nbddp.kernel.names import evaluate
         from nbddp.kernel.options import LOAD_OPTIONS
 
-        found = self._split(line, LOAD_OPTIONS, local_ns, "%ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH]", at_least=1, at_most=2)
+        usage = "%ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH] [--no-strict] [--no-weights-only]"
+        found = self._split(line, LOAD_OPTIONS, local_ns, usage, at_least=1, at_most=2)
         if found is None:
             return
         words = found.words
@@ -147,16 +152,36 @@ class RunMagics(Magics):
             message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module"
             raise ConfigError(message)
         which = _which(found.values.get("which"))
-        if len(words) == 2 and Path(words[1].text).expanduser().is_file():
-            if which is not None:
-                message = f"--which {which}: {words[1].text} is one checkpoint file; leave --which out, or name its run"
-                raise ConfigError(message)
-            from nbddp.checkpoint import load_checkpoint
+        how = {name: flag_value(name, found.values.get(name, True)) for name in ("strict", "weights_only")}
+        path = self._file(words[1], local_ns) if len(words) == 2 else None
+        if path is not None and which is not None:
+            message = f"--which {which}: {path} is one checkpoint file; leave --which out, or name its run"
+            raise ConfigError(message)
+        if path is None:
+            run = self._run(words[1:], local_ns)
+            which = "last" if which is None else which
+            if all(how.values()):
+                run.load(model.value, which=which)
+                return
+            from nbddp.kernel.weights import file_of
 
-            load_checkpoint(Path(words[1].text).expanduser(), model=model.value)
-            say(f"{model.name}: {words[1].text}")
-            return
-        self._run(words[1:], local_ns).load(model.value, which="last" if which is None else which)
+            path = file_of(run.files, which)
+        from nbddp.checkpoint import load_file
+
+        facts = load_file(path, model.value, **how).facts()
+        say(f"{model.name}: {'; '.join([str(path), *facts])}")
+
+    def _file(self, word: Word, local_ns: Mapping[str, Any] | None) -> Path | None:
+        """The checkpoint file that a word names, there or not; None where it names a run."""
+        value = names_of(self._shell, local_ns).get(word.text)
+        path = value.expanduser() if isinstance(value, Path) and not word.quoted else Path(word.text).expanduser()
+        if path.is_dir():
+            from nbddp.checkpoint import located
+
+            return None if (path / "spec.json").is_file() else located(path)
+        from nbddp.checkpoint import SUFFIXES
+
+        return path if path.exists() or path.suffix in SUFFIXES else None
 
     def _split(
         self, line: str, options: Mapping[str, Option], local_ns: Mapping[str, Any] | None, usage: str, *, at_least: int = 0, at_most: int
@@ -188,8 +213,15 @@ class RunMagics(Magics):
                 message = "no run was started in this kernel: name one; %ddp_runs lists them"
                 raise ConfigError(message)
             return run
-        value = names_of(self._shell, local_ns).get(words[0].text)
-        return value if isinstance(value, Run) else attach(words[0].text)
+        text = words[0].text
+        value = names_of(self._shell, local_ns).get(text)
+        if isinstance(value, Run):
+            return value
+        try:
+            return attach(text)
+        except ConfigError as error:
+            message = f"{error}{_nearest_runs(text)}"
+            raise ConfigError(message) from None
 
     # -- not yet
 
@@ -212,6 +244,20 @@ class RunMagics(Magics):
 def _refuse(magic: str) -> None:
     message = f"%{magic} is not available yet"
     raise ConfigError(message)
+
+
+def _nearest_runs(text: str) -> str:
+    """A question about the runs that may have been meant; empty where some do match."""
+    from nbddp.kernel.text import short_id
+    from nbddp.rundir import run_dirs
+    from nbddp.runroot import run_root
+
+    ids = [run.id for run in run_dirs(run_root())]
+    if any(text in run for run in ids):
+        return ""
+    spellings = [spelling for run in ids for spelling in (run, short_id(run), short_id(run).rpartition("-")[0], run.rpartition("-")[2])]
+    near = suggest(text, dict.fromkeys(spellings))
+    return f".{near}" if near else ""
 
 
 def _which(value: str | bool | None) -> str | int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,32 +14,16 @@ from nbddp.errors import ConfigError
 from nbddp.kernel.run import Run
 from nbddp.kernel.table import RunTable
 from nbddp.process import ProcessId
-from nbddp.rundir import ROOT_NAME, find_run, release_data
+from nbddp.rundir import find_run, release_data
+from nbddp.runroot import run_root
 
 if TYPE_CHECKING:
     from torch import nn
 
-_fixed_root: Path | None = None
 _known: dict[str, Run] = {}
 _last: list[Run] = []
 _roots: set[Path] = set()
 """Of the runs that this kernel started."""
-
-
-def run_root(given: str | Path | None = None) -> Path:
-    """The folder of the run directories: as given, else NBDDP_RUN_ROOT, else nbddp_runs in the folder where this kernel first needed one."""
-    global _fixed_root
-    if given is not None:
-        return Path(given).expanduser().resolve()
-    if (root := os.environ.get("NBDDP_RUN_ROOT")) is not None:
-        return Path(root).expanduser().resolve()
-    if _fixed_root is None:
-        try:
-            _fixed_root = Path.cwd() / ROOT_NAME
-        except FileNotFoundError:
-            message = "the working directory no longer exists: change to one that does, with %cd or os.chdir, or set --run-root"
-            raise ConfigError(message) from None
-    return _fixed_root
 
 
 def register(run: Run) -> None:

@@ -6,13 +6,12 @@ Imports neither torch nor Jupyter.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
@@ -20,6 +19,7 @@ from nbddp.kernel import markup
 from nbddp.kernel.record import duration_s, number, started
 from nbddp.kernel.text import bytes_text, clock_text, count_text, short_id, value_text
 from nbddp.rundir import RunDir, run_dirs
+from nbddp.tabular import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 TAIL_BYTES = 1 << 17
 NOT_TOLD = ("run_root", "name", "on_kernel_exit", "resume")
 """Options that say nothing about how a run differs from another."""
-
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,50 +62,7 @@ class CheckpointEntry:
     bytes: int
 
 
-class _Table(Sequence[Row], Generic[Row]):
-    """A sequence of entries and how each is shown."""
-
-    HEADER: tuple[str, ...] = ()
-    LEFT = 1
-    EMPTY = ""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = tuple(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return type(self)(self._rows[index]) if isinstance(index, slice) else self._rows[index]
-
-    def _cells(self, row: Row) -> tuple[str, ...]:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        if not self._rows:
-            return self.EMPTY
-        lines = [self.HEADER, *(self._cells(row) for row in self._rows)]
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        padded = (
-            [cell.ljust(width) if index < self.LEFT else cell.rjust(width) for index, (cell, width) in enumerate(zip(line, widths, strict=True))]
-            for line in lines
-        )
-        return "\n".join("  ".join(line).rstrip() for line in padded)
-
-    def _html_cells(self, row: Row) -> tuple[str, ...]:
-        return tuple(escape(cell) for cell in self._cells(row))
-
-    def _repr_html_(self) -> str:
-        if not self._rows:
-            return markup.div(markup.quiet(self.EMPTY), markup.FONT)
-        return markup.div(markup.table(self.HEADER, (self._html_cells(row) for row in self._rows), left=self.LEFT), markup.FONT)
-
-
-class RunTable(_Table[RunEntry]):
+class RunTable(Table[RunEntry]):
     """Runs, newest first."""
 
     HEADER = ("run", "state", "started", "goes on from", "differs by", "note", "duration", "steps", "best", "loss", "size")
@@ -129,7 +84,7 @@ class RunTable(_Table[RunEntry]):
             row.state,
             "" if row.started is None else time.strftime("%m-%d %H:%M", time.localtime(row.started)),
             "" if row.parent is None else short_id(row.parent),
-            ", ".join(f"{name}={_plain(value)}" for name, value in row.differs.items()),
+            ", ".join(f"{name}={plain_text(value)}" for name, value in row.differs.items()),
             row.note or "",
             "" if row.duration_s is None else clock_text(row.duration_s),
             "" if row.step is None else count_text(row.step),
@@ -146,10 +101,12 @@ class RunTable(_Table[RunEntry]):
         return tuple(cells)
 
 
-class CheckpointTable(_Table[CheckpointEntry]):
+class CheckpointTable(Table[CheckpointEntry]):
     """The checkpoint files of a run."""
 
     HEADER = ("name", "path", "epoch", "step", "value", "size")
+    LEFT = 2
+    EMPTY = "no checkpoints"
 
     def __getitem__(self, key: Any) -> Any:
         """An entry by its place, or by its name: ``run.checkpoints["best"]``."""
@@ -161,18 +118,15 @@ class CheckpointTable(_Table[CheckpointEntry]):
         message = f"no checkpoint {key}; there are {', '.join(row.name for row in self) or 'none'}"
         raise KeyError(message)
 
-    LEFT = 2
-    EMPTY = "no checkpoints"
-
     @classmethod
     def of(cls, run: RunDir, events: Iterable[dict[str, Any]]) -> CheckpointTable:
         """The checkpoints that a `RunState` lists, as far as their files are there."""
         rows = []
         for event in events:
             path = run.checkpoints / Path(str(event["file"])).name
-            if path.is_file():
-                value = number(event.get("value"))
-                rows.append(CheckpointEntry(str(event["name"]), path, int(event["epoch"]), int(event["step"]), value, path.stat().st_size))
+            with contextlib.suppress(FileNotFoundError):  # pruned, perhaps just now
+                size = path.stat().st_size
+                rows.append(CheckpointEntry(str(event["name"]), path, int(event["epoch"]), int(event["step"]), number(event.get("value")), size))
         return cls(rows)
 
     def _cells(self, row: CheckpointEntry) -> tuple[str, ...]:
@@ -180,7 +134,8 @@ class CheckpointTable(_Table[CheckpointEntry]):
         return (row.name, str(row.path), str(row.epoch), count_text(row.step), value, bytes_text(row.bytes))
 
 
-def _plain(value: object) -> str:
+def plain_text(value: object) -> str:
+    """The value of an option as it would be written."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):

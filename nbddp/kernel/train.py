@@ -178,7 +178,10 @@ def _spec(prepared: Prepared, run_dir: RunDir) -> dict[str, Any]:
         "background": request.background,
         "interpreter": Interpreter.capture().to_json(),
         "matmul_precision": prepared.matmul_precision,
-        "init_path": None if prepared.init_path is None else str(prepared.init_path),
+        "norm": prepared.swaps,
+        "init_path": None if prepared.start.path is None else str(prepared.start.path),
+        "init_swapped": prepared.start.swapped,
+        "init_unswapped": prepared.start.unswapped,
         "initial": None if initial is None else os.path.relpath(initial, prepared.root) if initial.is_relative_to(prepared.root) else str(initial),
     }
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbddp import checkpoint
+from nbddp import checkpoint, norm
 from nbddp.errors import CheckpointError, ConfigError
 from nbddp.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
@@ -47,8 +49,25 @@ def origin_of(model: nn.Module) -> Origin:
     return _ORIGINS.setdefault(model, Origin())
 
 
-def initial_weights(init: str, model: nn.Module, root: Path) -> tuple[Path | None, str | None]:
-    """The checkpoint that a run starts from (None: the model as it is), and the line that says so.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Which weights a run starts from.
+
+    Attributes:
+        path: the checkpoint; None for the model as it is.
+        line: what says so; None where there is nothing to say.
+        swapped: whether the checkpoint is of the model with its normalization layers swapped as the run swaps them.
+        unswapped: whether it is of the model before they were swapped by an earlier run.
+    """
+
+    path: Path | None = None
+    line: str | None = None
+    swapped: bool = False
+    unswapped: bool = False
+
+
+def initial_weights(init: str, model: nn.Module, root: Path, swaps: Mapping[str, str]) -> Start:
+    """What a run starts from; `swaps` is what becomes of the model's normalization layers.
 
     Raises:
         ConfigError: for a run or file that is not there.
@@ -56,10 +75,10 @@ def initial_weights(init: str, model: nn.Module, root: Path) -> tuple[Path | Non
     """
     origin = origin_of(model)
     if init == "current":
-        return None, None if (held := origin.holds(model)) is None else f"starts from {held}"
+        return Start(line=None if (held := origin.holds(model)) is None else f"starts from {held}")
     if init == "initial":
         if origin.initial is None:
-            return None, "starts from its initial weights, which are the current ones"
+            return Start(line="starts from its initial weights, which are the current ones")
         if not origin.initial.is_file():
             message = f"init=initial: {origin.initial} is gone, its run was deleted; use --init current"
             raise ConfigError(message)
@@ -67,16 +86,23 @@ def initial_weights(init: str, model: nn.Module, root: Path) -> tuple[Path | Non
     else:
         path = checkpoint.checkpoint_path(init)
         if not path.is_file():
-            if path.suffix in (".pt", ".pth"):
+            if path.suffix in checkpoint.SUFFIXES:
                 message = f"init={init}: no such checkpoint file; init is current, initial, a run, or a file"
                 raise ConfigError(message)
             path = find_run(init, root).checkpoints / "last.pt"
-    problems = checkpoint.misfits(model, checkpoint.state_of(checkpoint.read(path), path))
+    found = checkpoint.found_in(checkpoint.read(path), path)
+    problems = checkpoint.misfits(model, found)
+    swapped = unswapped = False
     if problems:
+        with norm.swapped(model, swaps):
+            swapped = not checkpoint.misfits(model, found)
+        unswapped = init == "initial" and not swapped and not checkpoint.misfits(model, norm.without_dropped(found.state, model))
+    if problems and not (swapped or unswapped):
         shown = "\n  ".join(problems[:12])
         message = f"init={init}: {path} does not fit the model:\n  {shown}"
         raise CheckpointError(message)
-    return path.resolve(), f"starts from {path.parent.parent.name}, {path.name}" if path.parent.name == "checkpoints" else f"starts from {path}"
+    line = f"starts from {path.parent.parent.name}, {path.name}" if path.parent.name == "checkpoints" else f"starts from {path}"
+    return Start(path.resolve(), line, swapped, unswapped)
 
 
 def chosen(config: TrainConfig, *, patient: bool) -> str | None:
@@ -117,8 +143,23 @@ def _at_the_end_of(run: RunDir, epoch: int) -> Path | None:
     return None
 
 
-def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
-    """Write a run's checkpoint into a model in place and return the words for what it holds now.
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What a model holds after a load.
+
+    Attributes:
+        at: words for where in training the weights are from.
+        swapped: words for what became of the model's normalization layers; None where nothing did.
+        facts: what else the checkpoint says.
+    """
+
+    at: str
+    swapped: str | None
+    facts: Mapping[str, Any]
+
+
+def load_into(model: nn.Module, run: RunDir, which: str | int) -> Landed:
+    """Write a run's checkpoint into a model in place; where the run swapped normalization layers, those of the model are swapped alike.
 
     Raises:
         CheckpointError: where it is missing, not finite or does not fit; the model is unchanged then.
@@ -131,14 +172,38 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> str:
         other = "" if finite is None else f"; {finite} is: run.load({finite!r})"
         message = f"{path.name} of run {run.id} is not finite ({bad}){other}; --on-nan skip or stop keeps the weights finite"
         raise CheckpointError(message)
-    checkpoint.load_state(model, state, strict=True, what=f"{path.name} of run {run.id}")
     origin = origin_of(model)
+    if which == "initial":  # of the model as it was first, whatever a later run made of its layers
+        state = norm.without_dropped(state, model)
+    swapped = _swap_and_load(model, run, state, path)
     if which == "initial":
         origin.loaded = None
-        return "its initial weights"
+        return Landed("its initial weights", swapped, content)
     at = f"epoch {content['epoch']}" + (f", step {content['step']}" if not _whole(content) else "")
     origin.loaded, origin.versions = f"run {run.id.rsplit('-', 1)[1]}, {at}", _versions(model)
-    return at
+    return Landed(at, swapped, content)
+
+
+def _swap_and_load(model: nn.Module, run: RunDir, state: Mapping[str, object], path: Path) -> str | None:
+    """Load, after the swap that the run made; return the words for what was swapped."""
+    kinds: dict[str, str] = (run.read_spec() or {}).get("norm") or {}
+    try:
+        changes = norm.apply(model, kinds)
+    except ConfigError as error:
+        mine = type(model).__name__
+        message = f"run {run.id} swapped normalization layers, and this {mine} has others: {error}; run.model() rebuilds the one that was trained"
+        raise CheckpointError(message) from None
+    try:
+        checkpoint.load_state(model, state, strict=True, what=f"{path.name} of run {run.id}")
+    except BaseException:
+        for change in reversed(changes):
+            change.undo()
+        raise
+    if not changes:
+        return None
+    became = [f"{count} {norm.BECOMES[kind]}" for kind, count in Counter(change.kind for change in changes).items()]
+    first = f"{became[0].split()[0]} BatchNorm layer{'s' if not became[0].startswith('1 ') else ''} became {became[0].split()[1]}"
+    return ", ".join([first, *became[1:]]) + ", as in the run"
 
 
 def _whole(content: dict[str, object]) -> bool:
@@ -153,15 +218,15 @@ def remember_initial(model: nn.Module, run: RunDir) -> None:
         origin.initial = path
 
 
-def holds_line(name: str, which: str, at: str, state: RunState, monitor: str) -> str:
+def holds_line(name: str, which: str, landed: Landed, state: RunState, monitor: str) -> str:
     """The last line of a run: what the model holds, and whether there was better."""
     entry = next((c for c in state.checkpoints if c["name"] == which), None)
     value = None if entry is None else entry.get("value")
     shown = "" if value is None else f" ({monitor} {float(value):.4g})"
-    line = f"{name}: {at}{shown}"
+    line = f"{name}: {landed.at}{shown}"
     best = state.best
     if which == "last" and best is not None and entry is not None and best["step"] != entry["step"] and best["value"] != value:
         line += f'; best was epoch {best["epoch"]} ({float(best["value"]):.4g}): run.load("best")'
     elif which == "best":
         line += ", the best"
-    return line
+    return line if landed.swapped is None else f"{line}; {landed.swapped}"

@@ -21,6 +21,7 @@ from nbddp.kernel import markup
 from nbddp.kernel.figure import loss_png
 from nbddp.kernel.tail import Tail
 from nbddp.kernel.text import clock_text, count_text, rate_text, seconds_text, short_id, value_text
+from nbddp.tabular import FONT, NUMBERS, html_table
 
 if TYPE_CHECKING:
     from nbddp.kernel.card import Card
@@ -103,14 +104,14 @@ class WidgetView:
 
 def _head(state: RunState, title: str, run: str, plan_line: str, elapsed_s: float) -> str:
     name = markup.tag("b", escape(title), "margin:0 8px")
-    clock = markup.tag("span", markup.quiet(clock_text(elapsed_s)), f"margin-left:auto;{markup.NUMBERS}")
+    clock = markup.tag("span", markup.quiet(clock_text(elapsed_s)), f"margin-left:auto;{NUMBERS}")
     top = markup.div(f"{markup.badge(state.state)}{name}{markup.quiet(run)}{clock}", "display:flex;align-items:baseline;flex-wrap:wrap")
     plan = markup.div(markup.quiet(plan_line), "margin-top:3px;overflow-wrap:anywhere")
     notes = "".join(markup.message(str(message.get("level", "info")), str(message.get("text", ""))) for message in list(state.messages)[-3:])
     if state.stop_text and not state.done:
         notes += markup.note(f"stopping: {state.stop_text}", markup.WARNING)
     progress = markup.progress_bar(state.progress, state.state)
-    return markup.div(top + plan + progress + markup.div(markup.quiet(_progress_text(state)), markup.NUMBERS) + notes, markup.FONT)
+    return markup.div(top + plan + progress + markup.div(markup.quiet(_progress_text(state)), NUMBERS) + notes, FONT)
 
 
 def _progress_text(state: RunState) -> str:
@@ -141,7 +142,7 @@ def _figures(state: RunState) -> str:
         shown.append(markup.tile("samples/s", rate_text(state.samples_per_s), f"{rate_text(state.steps_per_s)} steps/s"))
     if math.isfinite(state.lr):
         shown.append(markup.tile("lr", f"{state.lr:.3g}"))
-    return markup.div(markup.tiles(shown) + _times(report, several=len(state.ranks) > 1), markup.FONT)
+    return markup.div(markup.tiles(shown) + _times(report, several=len(state.ranks) > 1), FONT)
 
 
 def _times(report: Report, *, several: bool) -> str:
@@ -150,7 +151,7 @@ def _times(report: Report, *, several: bool) -> str:
     if several:
         rows.append(("aggregation (waiting)", report.aggregation_s, report.mean_aggregation_s))
     cells = [(escape(name), seconds_text(now), seconds_text(mean)) for name, now, mean in rows]
-    return markup.table(("time of a step", "now", "epoch mean"), cells)
+    return html_table(("time of a step", "now", "epoch mean"), cells)
 
 
 def _body(state: RunState, printed: list[str]) -> str:
@@ -166,4 +167,4 @@ def _body(state: RunState, printed: list[str]) -> str:
         parts += [markup.heading("Ranks"), markup.rank_table(state.ranks[rank] for rank in sorted(state.ranks))]
     if printed:
         parts += [markup.heading("Rank 0 prints"), markup.preformatted(printed)]
-    return markup.div("".join(parts), markup.FONT)
+    return markup.div("".join(parts), FONT)

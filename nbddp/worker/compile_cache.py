@@ -11,7 +11,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 NETWORK = frozenset(
     {

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.failure import is_collective
 from nbddp.worker.trace import error_places, message_of
 
 if TYPE_CHECKING:
-    from nbddp.worker.step import Step
+    from nbddp.evaluation.step import Step
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _NEEDED = {

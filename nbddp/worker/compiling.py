@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch.nn.parallel import DistributedDataParallel
 
+from nbddp import norm
+from nbddp.evaluation.errors import StepError
 from nbddp.precision import autocast_context
 from nbddp.worker.compile_cache import NETWORK, file_system, rank_folder
 from nbddp.worker.compiled import CompiledStep, explained, in_compiled_code, scope_of_its_own
-from nbddp.worker.errors import StepError
 from nbddp.worker.trial import trial
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Compiler:
     def _rehearse(self, stage: RankStage, module: StepModule, precision: str, first_batch: Callable[[], Any]) -> None:
         """One micro-batch forward and backward, as in a step but without the other ranks."""
         ranks, batch = self._context.ranks, first_batch()
-        with _cut_at_buckets(stage.config.bucket_cap_mb, ranks.world_size), autocast_context(precision, ranks.device):
+        with _cut_at_buckets(stage.config.bucket_cap_mb, ranks.world_size), autocast_context(precision, ranks.device), norm.alone():
             loss = module(batch)
         module.results.clear()
         try:
@@ -103,6 +104,7 @@ class Compiler:
         if self._prepared:
             return
         self._prepared = True
+        norm.cut_compiled_code()
         context = self._context
         folder = rank_folder(context.config.compile_cache_dir, context.ranks.rank)
         os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"] = str(folder), str(folder / "triton")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
-    from nbddp.worker.group import Ranks
+    from nbddp.evaluation.ranks import Ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

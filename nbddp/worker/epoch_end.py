@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbddp.worker.errors import StepError
-from nbddp.worker.group import Ranks
-from nbddp.worker.metrics import described, real_number
-from nbddp.worker.step import RECORDED
+from nbddp.evaluation.errors import StepError
+from nbddp.evaluation.metrics import described, real_number
+from nbddp.evaluation.ranks import Ranks
+from nbddp.evaluation.step import RECORDED
 
 HOOK = "on_epoch_end"
 

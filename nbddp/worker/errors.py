@@ -12,7 +12,3 @@ class ReplicasDiffer(RuntimeError):
             "a step that changes parameters outside the optimizer, or draws other random numbers on each rank, does this"
         )
         self.rank = rank
-
-
-class StepError(ValueError):
-    """What a hook returned breaks its rule."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbddp.config import TrainConfig
-    from nbddp.worker.group import Ranks
+    from nbddp.evaluation.ranks import Ranks
     from nbddp.worker.scaler import LossScaler
 
 

@@ -6,13 +6,13 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from nbddp import rng
 from nbddp.errors import suggest
-from nbddp.worker import rng
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.active import ActiveStage
 from nbddp.worker.compiling import Compiler
 from nbddp.worker.decisions import Decisions
 from nbddp.worker.epoch_end import EpochEnd, HookFailed
-from nbddp.worker.errors import StepError
 from nbddp.worker.feed import Feed
 from nbddp.worker.freeze import Freezer
 from nbddp.worker.progress import Monitor, Progress

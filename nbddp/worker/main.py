@@ -20,17 +20,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from nbddp import bundle, checkpoint
+from nbddp import bundle, checkpoint, norm
 from nbddp.config import TrainConfig
 from nbddp.deathguard import die_with_parent
+from nbddp.evaluation.hooks import Hooks
+from nbddp.evaluation.ranks import Ranks
 from nbddp.events import EventWriter
 from nbddp.failure import CANNOT_WRITE
 from nbddp.plans import Plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
-from nbddp.worker.context import Context, Hooks
+from nbddp.worker.context import Context
 from nbddp.worker.failure import failure_record
-from nbddp.worker.group import Ranks, join_group, leave_group
+from nbddp.worker.group import join_group, leave_group
 from nbddp.worker.loop import train
 from nbddp.worker.output import redirect
 from nbddp.worker.position import Heartbeat, Position
@@ -157,9 +159,17 @@ def _context(
     position: Position,
     loaded: bundle.Loaded,
 ) -> Context:
+    swaps = spec.get("norm") or {}
+    if spec.get("init_swapped"):
+        norm.apply(loaded.model, swaps, ranks.device)
     if spec.get("init_path"):
         path = Path(spec["init_path"])
-        checkpoint.load_state(loaded.model, checkpoint.state_of(checkpoint.read(path), path), strict=True, what=str(path))
+        if spec.get("init_unswapped"):
+            state = norm.without_dropped(checkpoint.state_of(checkpoint.read(path), path), loaded.model)
+            checkpoint.load_state(loaded.model, state, strict=True, what=str(path), undo=False)
+        else:
+            checkpoint.load_file(path, loaded.model, undo=False)
+    norm.apply(loaded.model, swaps, ranks.device)
     context = Context(
         run_dir=run,
         spec=spec,

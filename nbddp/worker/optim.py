@@ -9,8 +9,8 @@ import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes seconds: here it is part of the warm-up
 from torch import nn
 
+from nbddp.evaluation.errors import StepError
 from nbddp.rules import FUSED_OPTIMIZERS
-from nbddp.worker.errors import StepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,10 +6,9 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbddp import checkpoint
+from nbddp import checkpoint, rng
 from nbddp.config import TrainConfig
-from nbddp.worker import rng
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.report import EpochMeans
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Resumed:
             return None
         path = Path(given)
         content = checkpoint.read_resumable(path)
-        checkpoint.load_state(context.model, content["model"], strict=True, what=str(path))
+        checkpoint.load_state(context.model, content["model"], strict=True, what=str(path), undo=False)
         return cls(context, content)
 
     def restore(self, stage: ActiveStage, progress: Progress, monitor: Monitor, reporter: Reporter) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbddp import checkpoint
+from nbddp import checkpoint, rng
 from nbddp.version import __version__
-from nbddp.worker import rng
 from nbddp.worker.replicas import Comparison, digests, named_parameters
 from nbddp.worker.writer import Job, Writer
 
@@ -173,6 +172,7 @@ class Saver:
             "config": context.config.to_json(),
             "matmul_precision": torch.get_float32_matmul_precision(),
             "world_size": ranks.world_size,
+            "norm": self._context.spec.get("norm") or {},
             "versions": {"nbddp": __version__, "torch": str(torch.__version__)},
             "run": context.run_dir.id,
             "value": value,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nbddp.evaluation.ranks import Ranks
 from nbddp.worker.clock import N_PHASES, StepTimes
-from nbddp.worker.group import Ranks
 from nbddp.worker.position import memory
 
 BOUNDARY_S = 0.25

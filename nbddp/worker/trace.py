@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbddp.worker import step
-from nbddp.worker.errors import StepError
+from nbddp.evaluation import step
+from nbddp.evaluation.errors import StepError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

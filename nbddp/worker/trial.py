@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbddp.worker import rng
+from nbddp import rng
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nbddp import norm
 from nbddp.data import Epoch, Micro
+from nbddp.evaluation.errors import StepError
+from nbddp.evaluation.step import Signature, StepResult
 from nbddp.precision import autocast_context
 from nbddp.worker.clock import DATA, FORWARD, NO_TIMES, OPTIMIZER, StepTimes, make_clock
-from nbddp.worker.errors import StepError
 from nbddp.worker.guard import Guard
 from nbddp.worker.optim import needs_closure
 from nbddp.worker.scaler import LossScaler
-from nbddp.worker.step import Signature, StepResult
 from nbddp.worker.wrap import Replica, on_gradients_ready
 
 if TYPE_CHECKING:
@@ -134,9 +135,9 @@ class Updater:
             self._clock.lap(DATA)
             if number < self._accumulate - 1:
                 with self._replica.inner():
-                    self._backward(*self._weighed(self._forward(batch, first=number == 0), share, updated))
+                    self._backward(*self._weighed(self._forward(batch, share.weight, first=number == 0), share, updated))
             else:
-                loss, scale = self._weighed(self._forward(batch, first=number == 0), share, updated)
+                loss, scale = self._weighed(self._forward(batch, share.weight, first=number == 0), share, updated)
                 reduced = None if updated.own_weights is None else self._reduce_weights(updated.own_weights)
                 if self._ranks.world_size > 1:
                     self._synchronised(loss, scale, batches)
@@ -152,10 +153,10 @@ class Updater:
         self._clock.lap(OPTIMIZER)
         return updated
 
-    def _forward(self, batch: Any, *, first: bool) -> StepResult:
+    def _forward(self, batch: Any, samples: int, *, first: bool) -> StepResult:
         self._position.phase = "forward"
         try:
-            with autocast_context(self.precision, self._ranks.device):
+            with autocast_context(self.precision, self._ranks.device), norm.counting(samples):
                 loss = self._replica.forward(batch)
         except RuntimeError as error:
             if (explained := self._replica.explain(error)) is not None:

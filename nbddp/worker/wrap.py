@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.compress import make_compression
-from nbddp.worker.errors import StepError
 
 if TYPE_CHECKING:
     from nbddp.config import TrainConfig
+    from nbddp.evaluation.ranks import Ranks
     from nbddp.worker.context import RankStage
-    from nbddp.worker.group import Ranks
     from nbddp.worker.step import StepModule
 
 

@@ -110,13 +110,13 @@ def test_the_random_streams_of_every_rank_are_in_it(training, ranks):
     def next_draws(rank, state):
         import random
 
-        from nbddp.worker import rng
+        from nbddp import rng
 
         rng.restore(state[rank], torch.device("cpu"))
         return torch.rand(3).tolist(), random.random(), np.random.rand()
 
     def streams(rank):
-        from nbddp.worker import rng
+        from nbddp import rng
 
         rng.seed_rank(0, rank)
         for _ in range(4):

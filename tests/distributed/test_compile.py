@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nbddp
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 from support import processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]  # compilers take their time on a busy machine

@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 from nbddp import checkpoint
 from nbddp.errors import CheckpointError
+from nbddp.evaluation.ranks import Ranks
 from nbddp.worker.compress import Cast, make_compression
-from nbddp.worker.group import Ranks
 from nbddp.worker.powersgd import PowerSGD
 
 pytestmark = pytest.mark.distributed

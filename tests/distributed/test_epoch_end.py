@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.epoch_end import EpochState
-from nbddp.worker.errors import StepError
 from support.ranks import RankError
 
 pytestmark = pytest.mark.distributed

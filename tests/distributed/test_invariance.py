@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 pytestmark = pytest.mark.distributed
 

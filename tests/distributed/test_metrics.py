@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nbddp.metric
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 pytestmark = pytest.mark.distributed
 
@@ -480,8 +480,8 @@ def test_a_metric_that_fails_in_the_end_fails_the_run(training):
 def exchange(rank, n):
     import torch.distributed as dist
 
-    from nbddp.worker.gather import gather_tensors
-    from nbddp.worker.group import Ranks
+    from nbddp.evaluation.gather import gather_tensors
+    from nbddp.evaluation.ranks import Ranks
 
     ranks = Ranks(rank, n, rank, torch.device("cpu"), "gloo", dist.new_group(backend="gloo"))
     held = [
@@ -509,8 +509,8 @@ def test_tensors_of_any_number_shape_and_dtype_are_gathered(ranks):
 def on_a_gpu(rank, n, metrics, make):
     import torch.distributed as dist
 
-    from nbddp.worker.group import Ranks
-    from nbddp.worker.metrics import Metrics
+    from nbddp.evaluation.metrics import Metrics
+    from nbddp.evaluation.ranks import Ranks
 
     device = torch.device("cuda", 0)
     ranks = Ranks(rank, n, rank, device, "gloo", dist.new_group(backend="gloo"))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from nbddp.checkpoint import read
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from nbddp import Stage
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 
 pytestmark = pytest.mark.distributed
 

@@ -57,8 +57,8 @@ def on_rank(rank, path, make, function, options):
 
     import torch.distributed as dist
 
+    from nbddp.evaluation.ranks import Ranks
     from nbddp.worker.context import Context
-    from nbddp.worker.group import Ranks
     from nbddp.worker.position import Position
     from nbddp.worker.saver import Saver
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from nbddp.errors import ConfigError
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 from support.ranks import RankError
 
 pytestmark = pytest.mark.distributed

@@ -322,7 +322,7 @@ def test_a_plan_starts_nothing(nb):
     assert nb.eval("'run' in globals()") is False
 
 
-@pytest.mark.parametrize("call", ["evaluate(samples)", "predict(samples)", "diff(run)"])
+@pytest.mark.parametrize("call", ["evaluate(samples)", "predict(samples)"])
 def test_what_is_not_available_yet_says_so(nb, call):
     if nb.eval("nbddp.last_run is None or nbddp.last_run.state not in ('finished', 'stopped')"):
         nb.run(f"%%ddp_train net samples {BRIEF}\n{STEP}", check=True)

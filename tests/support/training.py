@@ -73,9 +73,10 @@ def train_rank(
     import torch.distributed as dist
 
     from nbddp.data import split_size
+    from nbddp.evaluation.hooks import Hooks
+    from nbddp.evaluation.ranks import Ranks
     from nbddp.sampler import GlobalSampler
-    from nbddp.worker.context import Context, Hooks
-    from nbddp.worker.group import Ranks
+    from nbddp.worker.context import Context
     from nbddp.worker.loop import train
     from nbddp.worker.position import Position
 

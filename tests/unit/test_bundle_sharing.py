@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, random_split
 
+from nbddp.errors import BundleError
 from support.bundled import CellNotebook
 
 SIZE = 400_000  # bytes of the tensor below
@@ -119,3 +122,20 @@ result = [before, x[0, 0].item(), mapped[0].split()[1], len(mapped) >= 1]
     shipped = notebook.ship(train=data)
     assert shipped.opened(program) == [0, 0, "rw-p", True]
     assert shipped.opened(program) == [0, 0, "rw-p", True]  # nothing was written through to the file
+
+
+def test_in_a_kernel_hooks_share_with_the_model_and_need_of_the_data_only_what_they_refer_to(notebook, data):
+    from nbddp.bundle import load_apart
+
+    notebook.cell("import torch\nnet = torch.nn.Linear(2, 2)\ndef step():\n    return net\n")
+    shipped = notebook.ship(train=data, model=notebook["net"], hooks={"step": notebook["step"], "base": data})
+    loaded = load_apart(shipped.path, shipped.data_dir)
+    assert loaded.hooks["step"]() is loaded.model
+    assert loaded.model is not notebook["net"]
+    assert torch.equal(loaded.hooks["base"].tensors[0], data.tensors[0])
+    assert "step" not in vars(sys.modules["__main__"])
+    for path in shipped.data_dir.iterdir():
+        path.unlink()
+    with pytest.raises(BundleError, match=r"\.pt is gone; .* Run the cell again") as caught:
+        load_apart(shipped.path, shipped.data_dir)
+    assert caught.value.__notes__ == ["while one of the hooks was rebuilt"]

@@ -5,9 +5,9 @@ import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
-from nbddp.kernel import markup
 from nbddp.kernel.card import Card, make_card
 from nbddp.kernel.follow import fold_all
+from nbddp.tabular import html_table
 from support.fake_run import PLAN_LINE, FakeRun, finished
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def test_the_saved_page_is_whole_and_private(tmp_path: Path) -> None:
 
 
 def test_a_long_last_column_breaks_and_the_labels_before_it_do_not():
-    cells = re.findall(r"<td[^>]*style=\"([^\"]*)\"[^>]*>(.*?)</td>", markup.table((), [("throughput", "long " * 80)], left=2, wrap=True))
+    cells = re.findall(r"<td[^>]*style=\"([^\"]*)\"[^>]*>(.*?)</td>", html_table((), [("throughput", "long " * 80)], left=2, wrap=True))
     assert [content.strip()[:10] for _, content in cells] == ["throughput", "long long "]
     assert ["white-space:nowrap" in style for style, _ in cells] == [True, False]
     assert ["overflow-wrap:anywhere" in style for style, _ in cells] == [False, True]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.compile_cache import NETWORK, file_system, rank_folder
-from nbddp.worker.errors import StepError
 
 MOUNTS = r"""
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

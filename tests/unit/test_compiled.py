@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.compiled import CompiledStep, explained, in_compiled_code
-from nbddp.worker.errors import StepError
 
 COMPILE = torch.compile
 

@@ -203,7 +203,6 @@ BESIDE = {
 
 # What a later version brings: refused, whatever the value.
 LATER = {
-    "norm": ["sync", "layer", "group", "none", {"body.*": "keep"}],
     "launcher": ["slurm", "htcondor", "torchrun"],
     "nnodes": [2],
     "max_restarts": [1],

@@ -18,9 +18,9 @@ import torchmetrics
 from torch import nn
 
 from nbddp.errors import ConfigError
+from nbddp.evaluation.errors import StepError
+from nbddp.evaluation.metrics import Metrics, numbers_of, real_number, widened
 from nbddp.metric import Metric, can_reduce, check_metrics, gathering, is_stateful, is_torchmetrics
-from nbddp.worker.errors import StepError
-from nbddp.worker.metrics import Metrics, numbers_of, real_number, widened
 
 
 class Within(Metric):
@@ -270,7 +270,7 @@ def test_one_object_under_two_names_is_refused_and_one_function_is_not():
 
 def test_metrics_are_checked_without_torchmetrics():
     program = """
-import sys, nbddp.metric, nbddp.worker.metrics
+import sys, nbddp.metric, nbddp.evaluation.metrics
 nbddp.metric.check_metrics({"a": lambda output, target: output})
 print([name for name in sys.modules if name.split(".")[0] in ("torchmetrics", "IPython", "zmq", "traitlets")])
 """
@@ -362,7 +362,7 @@ def test_what_has_nothing_to_widen_stays_the_same_object():
 
 @pytest.fixture
 def alone():
-    from nbddp.worker.group import Ranks
+    from nbddp.evaluation.ranks import Ranks
 
     return Ranks(0, 1, 0, torch.device("cpu"), "gloo", None)
 

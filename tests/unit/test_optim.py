@@ -11,7 +11,7 @@ from torch import nn
 from nbddp import checkpoint
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.optim import make_optimizer, needs_closure
 from nbddp.worker.schedule import Scheduler
 

@@ -237,7 +237,7 @@ def test_a_model_that_it_does_not_fit(runs):
     with pytest.raises(CheckpointError) as caught:
         find(runs, model=Net(3))
     path = run.checkpoints / "last.pt"
-    assert str(caught.value) == (f"{path} does not fit Net, so that nothing can go on from it:\n  shape       weight: the model has (1, 3), the file (1, 2)")
+    assert str(caught.value) == (f"{path} does not fit Net, so that nothing can go on from it:\n  shape  weight  the model has (1, 3), the file (1, 2)")
     big = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
     with pytest.raises(CheckpointError, match=r"and 10 more$"):
         find(runs, path, model=big)

@@ -6,11 +6,12 @@ import os
 import time
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from nbddp import checkpoint
-from nbddp.kernel.completion import complete
+from nbddp.kernel.completion import CHECKPOINTS, complete
 from nbddp.kernel.run import Run
 from support import shell as shells
 from support.fake_run import FakeRun, finished
@@ -94,7 +95,11 @@ def test_pruning_names_and_only_then_deletes(shell, root):
         ("%ddp_stop", "no run was started in this kernel: name one; %ddp_runs lists them"),
         ("%ddp_stop nowhere", "no run nowhere in"),
         ("%ddp_stacks --all", "--all is not an option of %ddp_stacks. %ddp_stacks -h lists the options."),
-        ("%ddp_load", "something is missing: write %ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH]"),
+        ("%ddp_load", "something is missing: write %ddp_load MODEL [RUN|PATH] [--which last|best|initial|EPOCH] [--no-strict] [--no-w"),
+        ("%ddp_load net a b", "b: too many words; write %ddp_load MODEL [RUN|PATH]"),
+        ("%ddp_load net nowhere", "no run nowhere in"),
+        ("%ddp_load net --strict=maybe", "--strict=maybe: write --strict alone, or true or false after it"),
+        ("%ddp_load net --no-strikt", "--no-strikt is not an option of %ddp_load. Did you mean --strict?"),
         ("%ddp_load nett", "nett is not defined in the notebook. Did you mean net?"),
         ("%ddp_load 5", "MODEL 5 is a int: it must be a torch.nn.Module"),
         ("%ddp_load net --which first", "--which first: must be last, best, initial or the number of an epoch"),
@@ -142,23 +147,125 @@ def test_stacks_of_a_run_that_has_ended_are_none(shell, root):
     assert shell.output == "no rank of this run is alive on this host\n"
 
 
-def test_a_checkpoint_file_is_loaded(shell, tmp_path):
+def test_a_checkpoint_file_is_loaded(shell, tmp_path, monkeypatch):
     wanted = nn.Linear(2, 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     torch.save(wanted.state_dict(), tmp_path / "net.pt")
-    shell.run(f"%ddp_load net {tmp_path}/net.pt")
-    assert torch.equal(shell.ip.user_ns["net"].weight, wanted.weight)
-    assert shell.output == f"net: {tmp_path}/net.pt\n"
+    torch.save(wanted.state_dict(), tmp_path / "my net.pt")
+    shell.ip.user_ns["where"] = tmp_path / "net.pt"
+    for path, said in (
+        (f"{tmp_path}/net.pt", f"{tmp_path}/net.pt"),
+        ("net.pt", "net.pt"),
+        ("./net.pt", "net.pt"),
+        ("~/net.pt", f"{tmp_path}/net.pt"),
+        ("'my net.pt'", "my net.pt"),
+        ('"~/my net.pt"', f"{tmp_path}/my net.pt"),
+        ("{where}", f"{tmp_path}/net.pt"),
+        ("$where", f"{tmp_path}/net.pt"),
+        ("where", f"{tmp_path}/net.pt"),
+    ):
+        nn.init.zeros_(shell.ip.user_ns["net"].weight)
+        shell.run(f"%ddp_load net {path}  # the one of yesterday")
+        assert torch.equal(shell.ip.user_ns["net"].weight, wanted.weight)
+        assert shell.output == f"net: {said}\n"
     assert "is one checkpoint file; leave --which out" in refused(shell, f"%ddp_load net {tmp_path}/net.pt --which best")
 
 
-def test_a_checkpoint_of_a_run_is_loaded(shell, root):
-    run = finished(root, epochs=1, steps_per_epoch=10)
+def test_what_was_loaded_and_how_is_said(shell, tmp_path):
+    net = nn.DataParallel(nn.Linear(2, 1).double())
+    torch.save({"model": net.state_dict(), "model_ema": net.state_dict(), "epoch": 3, "global_step": 120}, tmp_path / "x.ckpt")
+    shell.run(f"%ddp_load net {tmp_path}/x.ckpt")
+    assert shell.output == (
+        f"net: {tmp_path}/x.ckpt; epoch 3, step 120; names without module.; 2 from float64 to float32; from its entry model, not model_ema\n"
+    )
+    safetensors.torch.save_file({"weight": torch.ones(1, 2), "more": torch.ones(1)}, tmp_path / "x.safetensors", metadata={"step": "7"})
+    assert refused_file(shell, f"%ddp_load net {tmp_path}/x.safetensors").splitlines()[1:] == [
+        "  missing     bias  in the model alone",
+        "  unexpected  more  in the file alone",
+    ]
+    shell.run(f"%ddp_load net {tmp_path}/x.safetensors --no-strict")
+    assert shell.output == (
+        f"net: {tmp_path}/x.safetensors; step 7; 1 entry loaded, left out:\n  missing     bias  in the model alone\n  unexpected  more  in the file alone\n"
+    )
+
+
+def refused_file(shell, source):
+    shell.run(source, check=False)
+    assert type(shell.error).__name__ == "CheckpointError", shell.output
+    return shell.output.strip().removeprefix("CheckpointError: ")
+
+
+def test_pickled_objects_are_loaded_where_that_is_asked_for(shell, tmp_path):
     wanted = nn.Linear(2, 1)
-    content = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "model": checkpoint.model_state(wanted), "epoch": 1, "epochs_done": 1, "step": 10}
-    checkpoint.write(run.checkpoints / "last.pt", content)
-    shell.run(f"%ddp_load net {short(run)}")
+    torch.save({"state_dict": wanted.state_dict(), "path": tmp_path}, tmp_path / "x.pt")
+    for word in ("", " --weights-only", " --weights-only true"):
+        assert "holds pickled objects beside tensors (pathlib.PosixPath)" in refused_file(shell, f"%ddp_load net {tmp_path}/x.pt{word}")
+    shell.run(f"%ddp_load net {tmp_path}/x.pt --no-weights-only")
     assert torch.equal(shell.ip.user_ns["net"].weight, wanted.weight)
-    assert run.id in shell.output
+
+
+def test_a_path_that_is_not_there_lists_those_that_are(shell, tmp_path):
+    torch.save({}, tmp_path / "net.pt")
+    assert refused_file(shell, f"%ddp_load net {tmp_path}/nett.pt") == f"no checkpoint {tmp_path}/nett.pt; {tmp_path} has net.pt"
+    said = refused_file(shell, f"%ddp_load net {tmp_path}")
+    assert said == f"{tmp_path} is a folder, not a run directory; name one of its files: net.pt"
+
+
+def test_a_run_that_is_not_there_names_the_nearest(shell, root):
+    run = finished(root, epochs=1, steps_per_epoch=10)
+    near = f"{short(run)[:3]}{'x' if short(run)[3] != 'x' else 'y'}"
+    assert refused(shell, f"%ddp_load net {near}") == f"no run {near} in {root}; %ddp_runs lists them. Did you mean {short(run)}?"
+    assert refused(shell, "%ddp_load net digitz").startswith(f"no run digitz in {root}; %ddp_runs lists them. Did you mean digits")
+    other = finished(root, epochs=1, steps_per_epoch=10)
+    said = refused(shell, "%ddp_load net digits")
+    assert said.startswith("2 runs match digits: ")
+    assert said.endswith("; %ddp_runs lists them")
+    assert run.id in said
+    assert other.id in said
+
+
+@pytest.fixture
+def kept(root):
+    """A run with a last and a best checkpoint of a model with one output."""
+    run = finished(root, epochs=1, steps_per_epoch=10)
+    for name in ("last", "best"):
+        content = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "model": checkpoint.model_state(nn.Linear(2, 1))}
+        checkpoint.write(run.checkpoints / f"{name}.pt", {**content, "epoch": 1, "epochs_done": 1, "step": 10})
+    return run
+
+
+def test_a_checkpoint_of_a_run_is_loaded(shell, kept):
+    shell.ip.user_ns["run"] = Run(kept)
+    for words, name in ((short(kept), "last"), (str(kept.path), "last"), ("run --which best", "best"), (f"{kept.id} --which best", "best")):
+        shell.run(f"%ddp_load net {words}")
+        assert torch.equal(shell.ip.user_ns["net"].weight, checkpoint.load_checkpoint(kept.checkpoints / f"{name}.pt")["weight"])
+        assert kept.id in shell.output
+    assert "has no checkpoint 7: it has best, last" in refused_file(shell, "%ddp_load net run --which 7")
+
+
+def test_of_a_run_what_fits_is_loaded_where_that_is_asked_for(shell, kept):
+    shell.ip.user_ns["net"] = nn.ModuleDict({"weight": nn.Linear(1, 1)})
+    assert "does not fit ModuleDict; the model is unchanged" in refused_file(shell, f"%ddp_load net {short(kept)} --no-strict")
+    net = shell.ip.user_ns["net"] = nn.Linear(2, 3)
+    assert "does not fit Linear" in refused_file(shell, f"%ddp_load net {short(kept)}")
+    net.weight = nn.Parameter(torch.zeros(1, 2))
+    shell.run(f"%ddp_load net {short(kept)} --no-strict --which best")
+    assert shell.output == (f"net: {kept.checkpoints}/best.pt; epoch 1, step 10; 1 entry loaded, left out:\n  shape  bias  the model has (3,), the file (1,)\n")
+    assert torch.equal(net.weight, checkpoint.load_checkpoint(kept.checkpoints / "best.pt")["weight"])
+
+
+def test_tab_offers_options_and_files(tmp_path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("a.pt", "b.safetensors", "notes.txt", "models/c.ckpt"):
+        (tmp_path / name).touch()
+    assert [offer for offer, _ in complete("ddp_load", "net --no", {})[1]] == ["--no-strict", "--no-weights-only"]
+    assert [offer for offer, _ in complete("ddp_load", "net ", {})[1]] == ["a.pt", "b.safetensors"]
+    assert [offer for offer, _ in complete("ddp_load", "net a.", {})[1]] == ["a.pt"]
+    assert [offer for offer, _ in complete("ddp_load", "net m", {})[1]] == ["models/"]
+    assert [offer for offer, _ in complete("ddp_load", "net ./models/c", {})[1]] == ["./models/c.ckpt"]
+    assert {*CHECKPOINTS, ".tar"} == set(checkpoint.SUFFIXES)
 
 
 def test_tab_offers_the_runs(root, live):

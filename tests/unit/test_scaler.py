@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nbddp.config import TrainConfig
+from nbddp.evaluation.errors import StepError
 from nbddp.precision import autocast_context
-from nbddp.worker.errors import StepError
 from nbddp.worker.guard import TAKEN, TOO_LARGE, Guard, Verdict
 from nbddp.worker.scaler import LossScaler
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from nbddp import checkpoint
 from nbddp.config import TrainConfig
-from nbddp.worker.errors import StepError
+from nbddp.evaluation.errors import StepError
 from nbddp.worker.schedule import Scheduler, shape
 
 

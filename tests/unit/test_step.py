@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from nbddp import rng
 from nbddp.config import TrainConfig
+from nbddp.evaluation.errors import StepError
+from nbddp.evaluation.step import Signature, StepResult, read_result
 from nbddp.state import PHASES
-from nbddp.worker import rng
-from nbddp.worker.errors import ReplicasDiffer, StepError
+from nbddp.worker.errors import ReplicasDiffer
 from nbddp.worker.guard import Guard
 from nbddp.worker.progress import Best, Progress
 from nbddp.worker.report import log_line
 from nbddp.worker.saver import Every
-from nbddp.worker.step import Signature, StepResult, read_result
 
 LOSS = torch.ones((), requires_grad=True) * 2
 

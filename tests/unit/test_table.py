@@ -129,4 +129,11 @@ def test_checkpoints_as_a_table(tmp_path: Path) -> None:
     ]
     assert "2.0 KiB" in repr(table)
     assert "best.pt" in table._repr_html_()
+    assert table["best"] is table[1]
+    with pytest.raises(KeyError, match="no checkpoint bast; there are last, best"):
+        table["bast"]
+    (run.run_dir.checkpoints / "last.pt").unlink()
+    assert [entry.name for entry in CheckpointTable.of(run.run_dir, fold_all(run.run_dir).checkpoints)] == ["best"]
     assert repr(CheckpointTable([])) == "no checkpoints"
+    with pytest.raises(KeyError, match="no checkpoint best; there are none"):
+        CheckpointTable([])["best"]

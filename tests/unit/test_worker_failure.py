@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nbddp.bundle import CellSource
-from nbddp.worker.errors import ReplicasDiffer, StepError
+from nbddp.evaluation.errors import StepError
+from nbddp.evaluation.step import step_from_loss
+from nbddp.worker.errors import ReplicasDiffer
 from nbddp.worker.failure import failure_record, is_collective
-from nbddp.worker.step import step_from_loss
 from nbddp.worker.trace import render
 
 CELL = "/tmp/ipykernel_1/2345.py"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from nbddp.evaluation.ranks import Ranks
 from nbddp.events import EventReader, EventWriter
 from nbddp.worker import position, telemetry
 from nbddp.worker.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, SYNC, CpuClock, _Ready
-from nbddp.worker.group import Ranks
 from nbddp.worker.position import Heartbeat, Position
 from nbddp.worker.telemetry import STOP_ASKED, StepRecord, Telemetry
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from nbddp.worker.group import Ranks
+    from nbddp.evaluation.ranks import Ranks
 
 
 def gather_tensors(tensors: list[torch.Tensor], ranks: Ranks) -> list[list[torch.Tensor]]:

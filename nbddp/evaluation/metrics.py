@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from nbddp.evaluation import metric_states
+from nbddp.evaluation.errors import StepError
+from nbddp.evaluation.gather import gather_tensors
+from nbddp.evaluation.ranks import Ranks
 from nbddp.metric import Metric, can_reduce, gathering, is_stateful, is_torchmetrics
-from nbddp.worker import metric_states
-from nbddp.worker.errors import StepError
-from nbddp.worker.gather import gather_tensors
-from nbddp.worker.group import Ranks
 
 Values = dict[str, float]
 

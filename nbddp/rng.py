@@ -1,4 +1,4 @@
-"""The random streams of a rank: torch, its GPU, Python and numpy."""
+"""The random streams of a process: torch, its GPU, Python and numpy. Runs in the ranks and, for evaluation, in the kernel."""
 
 from __future__ import annotations
 
@@ -60,3 +60,19 @@ def preserved(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore(state, device)
+
+
+@contextlib.contextmanager
+def seeded(device: torch.device, *key: str | int) -> Iterator[None]:
+    """Draw from streams that depend on the key alone; afterwards they are as if nothing had been drawn.
+
+    A GPU is named with its index; the streams of others are left alone.
+    """
+    with preserved(device):
+        own = derive_seed(*key)
+        torch.default_generator.manual_seed(own)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(own)
+        random.seed(own)
+        np.random.seed(own % 2**32)  # numpy's global stream: user code draws from it
+        yield

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbddp.worker.gather import gather_tensors
+from nbddp.evaluation.gather import gather_tensors
 
 if TYPE_CHECKING:
-    from nbddp.worker.group import Ranks
+    from nbddp.evaluation.ranks import Ranks
 
 State = torch.Tensor | list[Any]
 

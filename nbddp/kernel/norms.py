@@ -1,0 +1,110 @@
+"""What the option `norm` makes of a model on the ranks of a plan, and what there is to say about it.
+
+Runs in the kernel before anything is written; the ranks do what is decided here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from nbddp import norm
+from nbddp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from nbddp.config import TrainConfig
+    from nbddp.plans import Plan
+
+SMALL_BATCH = 16
+"""Samples below which the statistics of a batch are noise."""
+
+_SHOWN = 4
+_LOST = {
+    "layer": "; running statistics are dropped",
+    "group": "; running statistics are dropped",
+    "none": "; weights and running statistics are dropped",
+}
+
+
+def decide(config: TrainConfig, model: nn.Module, plan: Plan) -> tuple[dict[str, str], list[str]]:
+    """What becomes, or became, of which BatchNorm layer, by name, as `norm.apply` takes it; and what there is to say, a line each.
+
+    Raises:
+        ConfigError: for patterns that fit no layer, lazy layers, layers that can't train as they are, and what a masked network forbids.
+    """
+    device = torch.device(plan.device)
+    layers = norm.batch_norm_layers(model)
+    if not layers and (config.norm in ("auto", "keep") or isinstance(config.norm, str)):
+        idle = config.norm not in ("auto", "keep") and not any(norm.is_kind(module, str(config.norm), device) for module in model.modules())
+        return norm.became(model), [f"norm={config.norm} has no effect: the model has no BatchNorm"] if idle else []
+    choice = norm.choose(model, _kinds(config.norm, plan.nproc), device=device)
+    _check_masks(model, choice.kinds)
+    notes = _told(config, model, choice.kinds, plan)
+    after = {name: choice.kinds.get(name, "sync" if norm.is_synchronized(layer) else "batch") for name, layer in layers.items()}
+    own = [name for name, kind in after.items() if kind == "batch"]
+    if plan.device == "cpu" and plan.nproc > 1 and (refused := [n for n, m in layers.items() if n not in choice.kinds and isinstance(m, nn.SyncBatchNorm)]):
+        message = f"norm=keep: {_listed(refused)} is torch's SyncBatchNorm, which trains on GPUs only: --norm auto has one for ranks on the CPU"
+        raise ConfigError(message)
+    if plan.nproc > 1 and own:
+        notes.append(_on_its_own(own, min(stage.micro_batch_size for stage in plan.stages), choice.left))
+    return {**norm.became(model), **choice.kinds}, notes
+
+
+def _kinds(given: str | Mapping[str, str], nproc: int) -> str | dict[str, str]:
+    """The option with `auto` resolved, as `norm.choose` takes it."""
+
+    def resolved(kind: str) -> str:
+        return kind if kind != "auto" else "sync" if nproc > 1 else "keep"
+
+    if isinstance(given, str):
+        return {"*": "keep"} if resolved(given) == "keep" else resolved(given)
+    return {pattern: resolved(kind) for pattern, kind in given.items()}
+
+
+def _check_masks(model: nn.Module, kinds: Mapping[str, str]) -> None:
+    """As for `swap_norm`, in the words of the option."""
+    found = norm.mixing(model, [name for name, kind in kinds.items() if kind in norm.MIXING])
+    if found:
+        first = next(iter(found))
+        others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        message = f"norm={kinds[first]} is refused for {first}{others}: {found[first]}. --norm sync and --norm none work there"
+        raise ConfigError(message)
+
+
+def _told(config: TrainConfig, model: nn.Module, kinds: Mapping[str, str], plan: Plan) -> list[str]:
+    """One line about what is swapped."""
+    if not kinds:
+        return []
+    layers = norm.batch_norm_layers(model)
+    synced = [name for name, kind in kinds.items() if kind == "sync"]
+    if config.norm == "auto":
+        other = "" if norm.mixing(model, synced) else "; --norm layer needs none"
+        kept = "--norm keep leaves each rank its own"
+        return [
+            f"note: BatchNorm ({_listed(synced)}) is synchronised over the {plan.nproc} ranks: statistics of the global batch, "
+            f"for an exchange per layer in the forward and in the backward pass{other}; {kept}"
+        ]
+    lines = []
+    for kind in dict.fromkeys(kinds.values()):
+        names = [name for name, other in kinds.items() if other == kind]
+        lines.append(f"norm: {_listed(names)} become{'s' if len(names) == 1 else ''} {norm.BECOMES[kind]}{_LOST.get(kind, '')}")
+        few = [name for name in names if kind == "group" and norm.few_features(layers[name])]
+        if few:
+            lines.append(f"norm=group: {_listed(few)}: {norm.few_features(layers[few[0]])}")
+    return lines
+
+
+def _on_its_own(names: list[str], per_rank: int, left: Mapping[str, str]) -> str:
+    """What it means that the statistics of layers are those of each rank."""
+    small = ", which is small" if per_rank < SMALL_BATCH else ""
+    why = next((f"; {reason}" for name, reason in left.items() if name in names and "forward of its own" in reason), "")
+    return f"note: BatchNorm ({_listed(names)}) uses the statistics of each rank's {per_rank} samples{small}; rank 0's running statistics are kept{why}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    known = [name or "the model itself" for name in names]
+    return ", ".join(known[:_SHOWN]) + (f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else "")

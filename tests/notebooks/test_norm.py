@@ -1,0 +1,208 @@
+"""BatchNorm on several ranks as a notebook meets it: what is said once, what net becomes, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.kernel
+
+NETS = """
+def make():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+def kinds(net):
+    return [type(module).__name__ for module in net if "Norm" in type(module).__name__ or isinstance(module, nn.Identity)]
+
+double = TensorDataset(X.double(), Y.double())
+held_out = TensorDataset(X[:13].double() * 2, Y[:13].double())
+
+def evaluated(net):
+    with torch.no_grad():
+        return float(F.mse_loss(copy.deepcopy(net).eval()(held_out.tensors[0]), held_out.tensors[1]))
+
+net = make()
+"""
+OPTIONS = "--val held_out --batch-size 24 --no-drop-last --epochs 2 --lr 0.02 --load last"
+LOSS = "loss = nn.MSELoss()"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def setup(shared_kernel):
+    shared_kernel.run(NETS, check=True)
+
+
+def train(nb, line, name="net"):
+    return nb.run(f"%%ddp_train {name} double {OPTIONS} {line}\n{LOSS}", check=True)
+
+
+def refused(nb, line, name="net"):
+    """Run a cell that must be refused before anything starts; return what it says."""
+    before = nb.eval(f"(run_files(), standby_pid(), repr({name}), nbddp.last_run and nbddp.last_run.id)")
+    cell = nb.run(f"%%ddp_train {name} double --val held_out {line}\n{LOSS}")
+    assert cell.error is not None, cell.text
+    assert nb.eval(f"(run_files(), standby_pid(), repr({name}), nbddp.last_run and nbddp.last_run.id)") == before
+    return cell.error.traceback
+
+
+def notes(cell):
+    return [line for line in cell.text.splitlines() if "BatchNorm" in line or line.startswith("norm")]
+
+
+def test_auto_synchronises_says_so_once_and_net_gets_the_same(nb):
+    nb.run("net = make()\nbefore = net[1]\noptimizer = torch.optim.SGD(net.parameters(), lr=1)", check=True)
+    cell = train(nb, "-n 2")
+    warning, became = notes(cell)
+    assert warning.startswith("note: BatchNorm (1, 4) is synchronised over the 2 ranks")
+    assert "an exchange per layer" in warning
+    assert "--norm layer" in warning
+    assert became.endswith("; 2 BatchNorm layers became SyncBatchNorm, as in the run")
+    assert nb.eval("kinds(net)") == ["SyncBatchNorm", "SyncBatchNorm"]
+    assert nb.eval("net[1] is before and optimizer.param_groups[0]['params'][2] is net[1].weight")
+    assert nb.eval("apart(net, run.model())") == 0
+    assert nb.eval("float(abs(evaluated(net) - run.epochs['val_loss'][-1]))") < 1e-12
+    curve = nb.eval("run.history['loss'].tolist()")
+    assert not any("BatchNorm" in nb.eval(f"run.log({rank})") for rank in range(2))
+    nb.run("net = make()", check=True)
+    alone = train(nb, "-n 1")
+    assert notes(alone) == []
+    assert nb.eval("kinds(net)") == ["BatchNorm1d", "BatchNorm1d"]
+    assert nb.eval("run.history['loss'].tolist()") == pytest.approx(curve, rel=1e-9)
+    again = train(nb, "-n 2")  # from what net holds, at another number of ranks
+    assert len(notes(again)) == 2
+    assert notes(train(nb, "-n 2")) == []  # net is synchronised by now
+
+
+@pytest.mark.parametrize("batch, small", [(16, True), (32, False)])
+def test_keep_warns_once_with_the_batch_of_a_rank(nb, batch, small):
+    nb.run("net = make()", check=True)
+    cell = nb.run(f"%%ddp_train net double -n 2 --batch-size {batch} --norm keep\n{LOSS}", check=True)
+    (warning,) = notes(cell)
+    assert warning.startswith(f"note: BatchNorm (1, 4) uses the statistics of each rank's {batch // 2} samples")
+    assert ("which is small" in warning) == small
+    assert nb.eval("kinds(net)") == ["BatchNorm1d", "BatchNorm1d"]
+    assert notes(nb.run(f"%%ddp_train net double -n 1 --norm keep\n{LOSS}", check=True)) == []
+
+
+@pytest.mark.parametrize(
+    "option, kinds",
+    [
+        ("layer", ["LayerNorm", "LayerNorm"]),
+        ("group", ["GroupNorm", "GroupNorm"]),
+        ("none", ["Identity", "Identity"]),
+        ("1=layer,4=keep", ["LayerNorm", "BatchNorm1d"]),
+        ("{'1': 'none', '*': 'auto'}", ["Identity", "SyncBatchNorm"]),
+    ],
+)
+def test_the_swap_of_the_run_is_that_of_net_and_the_cell_can_be_run_again(nb, option, kinds):
+    nb.run("net = make()", check=True)
+    cell = train(nb, f'-n 2 --norm "{option}"')
+    assert nb.eval("kinds(net)") == kinds
+    assert nb.eval("kinds(run.model())") == kinds
+    assert nb.eval("apart(net, run.model())") == 0
+    assert nb.eval("float(abs(evaluated(net) - run.epochs['val_loss'][-1]))") < 1e-12
+    assert any("as in the run" in line for line in notes(cell))
+    assert not any("as in the run" in line for line in notes(train(nb, f'-n 2 --norm "{option}"')))
+    assert nb.eval("kinds(net)") == kinds
+    nb.run("other = make()\nrun.load(other)", check=True)  # one that was not swapped yet
+    assert nb.eval("(kinds(other), apart(net, other))") == (kinds, 0)
+    nb.run("run.load('initial')", check=True)
+    train(nb, f'-n 2 --norm "{option}" --init initial')
+    assert nb.eval("kinds(net)") == kinds
+
+
+def test_a_run_of_swapped_layers_starts_from_the_weights_before_them(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2 --norm keep")
+    first = nb.eval("run.id")
+    train(nb, "-n 2 --norm 1=layer,4=none --init initial")
+    curve = nb.eval("run.history['loss'].tolist()")
+    cell = train(nb, "-n 1 --norm 1=layer,4=none --init initial")  # net is swapped by now, and its initial weights are not
+    assert "net starts from" in cell.text
+    assert nb.eval("run.history['loss'].tolist()") == pytest.approx(curve, rel=1e-9)
+    nb.run(f"nbddp.attach({first!r}).load('initial', net)", check=True)
+    assert nb.eval("kinds(net)") == ["LayerNorm", "Identity"]
+
+
+def test_a_new_model_goes_on_from_the_checkpoint_of_a_swapped_one(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2 --norm 1=layer,4=sync")
+    nb.run("whole = make()", check=True)
+    train(nb, "-n 2 --norm 1=layer,4=sync --epochs 4".replace("--epochs 4", ""), name="whole")
+    nb.run("net = make()", check=True)
+    cell = nb.run(f"%%ddp_train net double --val held_out --resume {nb.eval('run.id')} --epochs 3 -n 2\n{LOSS}", check=True)
+    assert "1 BatchNorm layer became LayerNorm, 1 SyncBatchNorm, as in the run" in cell.text
+    nb.run("net = make()", check=True)
+    said = refused(nb, "--resume last --epochs 5 --norm none -n 2")
+    assert "norm=none: the checkpoint is of a model with norm={'1': 'layer', '4': 'sync'}, and its weights do not fit: leave --norm out" in said
+
+
+def test_a_failed_run_leaves_net_as_it_was(nb):
+    nb.run("net = make()\nbefore = copy.deepcopy(net.state_dict())", check=True)
+    cell = nb.run("%%ddp_train net double -n 2 --norm layer\ndef training_step(model, batch):\n    raise ValueError('no')")
+    assert cell.error.ename == "WorkerError"
+    assert nb.eval("kinds(net)") == ["BatchNorm1d", "BatchNorm1d"]
+    assert nb.eval("all(torch.equal(before[name], value) for name, value in net.state_dict().items())")
+
+
+def test_where_net_changed_meanwhile_it_stays_and_the_message_says_how_to_get_there(nb):
+    nb.run("net = make()", check=True)
+    nb.run(f"%%ddp_train net double -n 2 --norm layer --background\n{LOSS}", check=True)
+    assert nb.eval("kinds(net)") == ["BatchNorm1d", "BatchNorm1d"]
+    nb.run("net[1] = nn.Dropout(0.1)\nbefore = copy.deepcopy(net.state_dict())", check=True)
+    cell = nb.run("run.wait()", check=True)
+    assert "net is unchanged: run " in cell.text
+    assert "1 is to become layer: it must be a BatchNorm layer of Sequential, and is a Dropout; run.model() rebuilds the one that was trained" in cell.text
+    assert nb.eval("all(torch.equal(before[name], value) for name, value in net.state_dict().items())")
+    assert nb.eval("kinds(net)") == ["BatchNorm1d"]
+    assert nb.eval("kinds(run.model())") == ["LayerNorm", "LayerNorm"]
+
+
+def test_torchs_own_synchronised_layers_train_on_the_cpu_too(nb):
+    nb.run("net = nn.SyncBatchNorm.convert_sync_batchnorm(make())", check=True)
+    assert "norm=keep: 1, 4 is torch's SyncBatchNorm, which trains on GPUs only: --norm auto has one for ranks on the CPU" in refused(nb, "-n 2 --norm keep")
+    curve = [train(nb, "-n 2") and nb.eval("run.history['loss'].tolist()")]
+    nb.run("net = nn.SyncBatchNorm.convert_sync_batchnorm(make())", check=True)
+    train(nb, "-n 1")
+    assert nb.eval("run.history['loss'].tolist()") == pytest.approx(curve[0], rel=1e-9)
+    assert nb.eval("kinds(net)") == ["SyncBatchNorm", "SyncBatchNorm"]
+
+
+def test_what_is_refused_before_anything_starts(nb):
+    nb.run(
+        """
+import zuko
+def activation():
+    return nn.Sequential(nn.BatchNorm1d(16), nn.ReLU())
+flow = zuko.flows.NSF(4, 0, transforms=1, hidden_features=(16, 16), activation=activation).double()
+lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 2))
+net = make()
+""",
+        check=True,
+    )
+    said = refused(nb, "-n 2 --norm layer", name="flow")
+    assert "norm=layer is refused for transform.transforms.0.hyper.1.0 (and 1 more)" in said
+    assert "would let output" in said
+    assert "--norm sync and --norm none work there" in said
+    assert "1: a lazy layer knows its channels after its first batch" in refused(nb, "-n 2 --norm layer", name="lazy")
+    assert "the pattern 3 matches no BatchNorm layer. The names are 1, 4" in refused(nb, "-n 2 --norm 3=layer")
+    assert "norm=laier must be one of auto, keep, sync" in refused(nb, "-n 2 --norm laier")
+
+
+def test_a_flow_of_masked_layers_trains_synchronised(nb):
+    nb.run(
+        """
+flow = zuko.flows.NSF(4, 0, transforms=1, hidden_features=(16, 16), activation=activation).double()
+def nll(model, batch):
+    return -model().log_prob(batch[0]).mean()
+""",
+        check=True,
+    )
+    curves = []
+    for ranks in (1, 2):
+        nb.run("torch.manual_seed(1)\ntrained = copy.deepcopy(flow)", check=True)
+        cell = nb.run(f"%%ddp_train trained double -n {ranks} --batch-size 24 --epochs 2 --lr 0.01\ntraining_step = nll", check=True)
+        curves.append(nb.eval("run.history['loss'].tolist()"))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-9)
+    assert "--norm layer" not in cell.text  # which would be refused
+    assert "is synchronised over the 2 ranks" in cell.text
