@@ -71,7 +71,7 @@ def test_a_checkpoint_holds_all_of_the_schema_as_plain_types(training, ranks):
         *("format", "version", "run", "versions", "config", "precision", "matmul_precision", "world_size"),
         *("model", "optimizer", "scheduler", "scaler", "comm_hook", "rng"),
         *("stage", "stage_name", "stage_step", "stage_epochs_done", "epoch", "step", "epochs_done", "sampler"),
-        *("epoch_sums", "values", "metrics", "early_stop", "best", "value", "finite", "elapsed_s", "pause_s"),
+        *("epoch_sums", "values", "metrics", "early_stop", "best", "value", "finite", "elapsed_s", "pause_s", "norm"),
     }
     checkpoint.read_resumable(result.run.checkpoints / "last.pt", verify=True)
     assert (content["format"], content["version"], content["run"]) == ("nbddp.checkpoint", 1, result.run.id)

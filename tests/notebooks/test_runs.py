@@ -320,12 +320,3 @@ def test_a_plan_starts_nothing(nb):
         assert cell.shown() == []
     assert run_folders(nb) == there
     assert nb.eval("'run' in globals()") is False
-
-
-@pytest.mark.parametrize("call", ["evaluate(samples)", "predict(samples)"])
-def test_what_is_not_available_yet_says_so(nb, call):
-    if nb.eval("nbddp.last_run is None or nbddp.last_run.state not in ('finished', 'stopped')"):
-        nb.run(f"%%ddp_train net samples {BRIEF}\n{STEP}", check=True)
-    error = nb.run(f"run = nbddp.last_run\nrun.{call}").error
-    assert error.ename == "ConfigError"
-    assert "is not available yet" in error.traceback
