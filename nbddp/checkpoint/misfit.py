@@ -11,8 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 SHOWN = 12
+_LONGEST = 120
 _CANDIDATES = 2000
 """Names among which the nearest is looked for: the search takes 0.1 ms for each."""
+
+
+def readable(name: object, length: int = _LONGEST) -> str:
+    """A name out of a file, where anything may stand: in one line, without what a terminal would obey, and with its middle cut out where it is long."""
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(name))
+    if len(text) > length:
+        text = f"{text[: length // 2 - 1]}…{text[-(length // 2) :]}"
+    return text if text.strip() else repr(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class Misfits:
         kept = len(rows) if limit is None else max(0, limit - len(first) - len(self.hints))
         if len(rows) > kept:
             kept = max(0, kept - 1)
-        shown = [(row.kind, row.name, row.detail or self._nearest(row, covered, look=place < SHOWN)) for place, row in enumerate(rows[:kept])]
+        shown = [(row.kind, readable(row.name), row.detail or self._nearest(row, covered, look=place < SHOWN)) for place, row in enumerate(rows[:kept])]
         kinds = max((len(kind) for kind, _, _ in shown), default=0)
         names = max((len(name) for _, name, _ in shown), default=0)
         table = [f"{kind.ljust(kinds)}  {name.ljust(names)}  {detail}".rstrip() for kind, name, detail in shown]
@@ -83,7 +92,7 @@ class Misfits:
         ends = [name for name in left if name.rpartition(".")[2] == row.name.rpartition(".")[2]]
         alike = [name for name in ends if shapes.get(name) == mine.get(row.name)]
         near = next((found for names in (alike, ends, left) if (found := difflib.get_close_matches(row.name, names[:_CANDIDATES], n=1))), [])
-        return f"in {where} alone" + (f"; {other} has {near[0]}" if near else "")
+        return f"in {where} alone" + (f"; {other} has {readable(near[0])}" if near else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ def binder(shell: InteractiveShell, name: str | None) -> Bind:
         there = shell.user_ns.get(target, run)
         if isinstance(there, type(run)):
             shell.user_ns[target] = run
+            run.called = target  # type: ignore[attr-defined]  # a Run, which this module does not import
         else:
             say(f"{target} is a variable of yours ({type(there).__name__}) and stays; --as NAME names the run, nbddp.last_run is it")
 

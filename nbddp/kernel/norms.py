@@ -12,12 +12,14 @@ from torch import nn
 
 from nbddp import norm
 from nbddp.errors import ConfigError
+from nbddp.stage import trainable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from nbddp.config import TrainConfig
     from nbddp.plans import Plan
+    from nbddp.stage import Stage
 
 SMALL_BATCH = 16
 """Samples below which the statistics of a batch are noise."""
@@ -52,6 +54,25 @@ def decide(config: TrainConfig, model: nn.Module, plan: Plan) -> tuple[dict[str,
     if plan.nproc > 1 and own:
         notes.append(_on_its_own(own, min(stage.micro_batch_size for stage in plan.stages), choice.left))
     return {**norm.became(model), **choice.kinds}, notes
+
+
+def check_stages(stages: Iterable[Stage], model: nn.Module, swaps: Mapping[str, str]) -> None:
+    """Whether the patterns of each stage match parameters that are there after the swap.
+
+    Raises:
+        ConfigError: names the stage.
+    """
+    gone = [name for name, kind in swaps.items() if kind == "none"]
+    if not gone:
+        return
+    with norm.swapped(model, swaps):
+        names = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for stage in stages:
+        try:
+            trainable(names, stage)
+        except ConfigError as error:
+            message = f"{error} norm=none leaves no parameters in {_listed(gone)}"
+            raise ConfigError(message) from None
 
 
 def _kinds(given: str | Mapping[str, str], nproc: int) -> str | dict[str, str]:

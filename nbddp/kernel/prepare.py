@@ -97,6 +97,7 @@ def prepare(request: Request) -> Prepared:
         notes += inputs.stateful(request.data, train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
     swaps, said = norms.decide(config, model, plan)
+    norms.check_stages(stages, model, swaps)
     notes += said
     if point is not None:
         resume_rules.check_norm(point, model, swaps, config)

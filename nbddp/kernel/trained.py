@@ -5,6 +5,7 @@ The part of a `Run` that is about weights; torch is imported where it is needed.
 
 from __future__ import annotations
 
+import numbers
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from nbddp.kernel.diff import StateDiff
     from nbddp.kernel.follow import Follower
     from nbddp.rundir import RunDir
+
+
+def _plain(value: Any) -> Any:
+    """A number of an epoch as numpy's argmin gives it, as one of Python."""
+    return value if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
 
 
 class Trained:
@@ -71,7 +77,7 @@ class Trained:
         from nbddp.kernel import weights
 
         given: object = model
-        if isinstance(model, str | int):
+        if isinstance(model, str | numbers.Integral):
             given, which = which if isinstance(which, nn.Module) else None, model
         target = self._model if given is None else given
         if target is None:
@@ -84,7 +90,7 @@ class Trained:
             message = "run.load takes one module and one checkpoint, and was given two modules"
             raise ConfigError(message)
         ended = self._files.read_result() is not None
-        landed = weights.load_into(target, self._files, which)
+        landed = weights.load_into(target, self._files, _plain(which))
         if target is self._model and ended:  # a look at weights in the making does not replace those of the end
             self._load_pending = False
         name = self._spec["model_name"] if target is self._model else type(target).__name__
@@ -97,11 +103,14 @@ class Trained:
         Raises:
             CheckpointError: where the bundle or the checkpoint is gone.
         """
+        import torch
+
         from nbddp.kernel import weights
         from nbddp.kernel.rebuild import rebuilt_model
 
-        module = rebuilt_model(self._files)
-        weights.load_into(module, self._files, which)
+        with torch.inference_mode(False):  # what is made within it can't be trained
+            module = rebuilt_model(self._files)
+            weights.load_into(module, self._files, _plain(which))
         return module
 
     def evaluate(
@@ -137,7 +146,7 @@ class Trained:
         """
         from nbddp.kernel.evaluate import Asked, evaluate
 
-        return evaluate(self, Asked("run.evaluate", data, which, model, batch_size, device))
+        return evaluate(self, Asked("run.evaluate", data, _plain(which), model, _plain(batch_size), device))
 
     def predict(
         self,
@@ -162,7 +171,7 @@ class Trained:
         """
         from nbddp.kernel.evaluate import Asked, predict
 
-        return predict(self, Asked("run.predict", data, which, model, batch_size, device))
+        return predict(self, Asked("run.predict", data, _plain(which), model, _plain(batch_size), device))
 
     def diff(self, other: object, which: str | int = "last") -> StateDiff:
         """Compare the weights of a checkpoint with others, entry by entry.
@@ -181,7 +190,7 @@ class Trained:
         """
         from nbddp.kernel.diff import diff
 
-        return diff(self, other, which)
+        return diff(self, other, _plain(which))
 
     def take_weights(self) -> str | None:
         """Load the run's weights into the bundled model by the rules of `load`; return the line that says what it holds, None where nothing is to do."""

@@ -36,10 +36,10 @@ def train(nb, line, name="net"):
     return nb.run(f"%%ddp_train {name} double {OPTIONS} {line}\n{LOSS}", check=True)
 
 
-def refused(nb, line, name="net"):
+def refused(nb, line, name="net", body=LOSS):
     """Run a cell that must be refused before anything starts; return what it says."""
     before = nb.eval(f"(run_files(), standby_pid(), repr({name}), nbddp.last_run and nbddp.last_run.id)")
-    cell = nb.run(f"%%ddp_train {name} double --val held_out {line}\n{LOSS}")
+    cell = nb.run(f"%%ddp_train {name} double --val held_out {line}\n{body}")
     assert cell.error is not None, cell.text
     assert nb.eval(f"(run_files(), standby_pid(), repr({name}), nbddp.last_run and nbddp.last_run.id)") == before
     return cell.error.traceback
@@ -187,6 +187,35 @@ net = make()
     assert "1: a lazy layer knows its channels after its first batch" in refused(nb, "-n 2 --norm layer", name="lazy")
     assert "the pattern 3 matches no BatchNorm layer. The names are 1, 4" in refused(nb, "-n 2 --norm 3=layer")
     assert "norm=laier must be one of auto, keep, sync" in refused(nb, "-n 2 --norm laier")
+    said = refused(nb, "-n 2 --norm none", body=f"{LOSS}\nstages = [nbddp.Stage('a', epochs=1), nbddp.Stage('b', epochs=1, freeze='1.*')]")
+    assert "stage b: the pattern 1.* matches no parameter" in said
+    assert "norm=none leaves no parameters in 1, 4" in said
+
+
+def test_stages_freeze_what_a_swap_leaves(nb):
+    nb.run("net = make()", check=True)
+    body = f"{LOSS}\nstages = [nbddp.Stage('a', epochs=1, freeze='[14].*'), nbddp.Stage('b', epochs=1)]"
+    nb.run(f"%%ddp_train net double --batch-size 24 -n 2 --norm 1=none,4=layer\n{body}", check=True)
+    assert nb.eval("kinds(net)") == ["Identity", "LayerNorm"]
+
+
+def test_a_gradient_penalty_is_that_of_one_process(nb):
+    nb.run(
+        """
+def penalised(model, batch):
+    x = batch[0].clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return F.mse_loss(output, batch[1]) + gradient.square().mean()
+""",
+        check=True,
+    )
+    curves = []
+    for ranks in (1, 2):
+        nb.run("net = make()", check=True)
+        nb.run(f"%%ddp_train net double -n {ranks} --batch-size 24 --epochs 2\ntraining_step = penalised", check=True)
+        curves.append(nb.eval("run.history['loss'].tolist()"))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-9)
 
 
 def test_a_flow_of_masked_layers_trains_synchronised(nb):
