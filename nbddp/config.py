@@ -25,9 +25,9 @@ from nbddp.values import (
     read_devices,
     read_duration,
     read_every,
+    read_norm,
     read_precision,
     read_steps_or_epochs,
-    read_norm,
     read_tf32,
     read_wandb,
 )

@@ -135,6 +135,11 @@ def fit(target: Target, found: Found, *, strict: bool = True) -> Fit:
     names = {"missing": set(misfits.of("missing")), "unexpected": set(misfits.of("unexpected")), "other": set(misfits.of("shape", "dtype", "tied"))}
     if (hint := swap_hint(target.modules, target.names.values(), names, found.norm)) is not None:
         misfits.hints.append(hint)
+        misfits.solved = True
+    for name, kind in found.norm.items():
+        became = getattr(target.modules.get(name), "batch_norm_became", None)  # where a swap notes it
+        if {kind, became} == {"layer", "group"}:
+            misfits.rows.append(Misfit("norm", name, f"became {became} in the model, and {kind} in that of the file: other numbers from the same weights"))
     return result
 
 

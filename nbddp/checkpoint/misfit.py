@@ -28,7 +28,8 @@ def readable(name: object, length: int = _LONGEST) -> str:
 class Misfit:
     """One entry that does not fit.
 
-    `kind` is missing (from the file), unexpected (in it), shape, dtype, or tied (two values for what is one tensor in the model); `name` has no wrappers in it.
+    `kind` is missing (from the file), unexpected (in it), shape, dtype, tied (two values for what is one tensor in the model), or norm (another
+    normalization layer with the same entries); `name` has no wrappers in it.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Misfits:
         hints: what fits instead, a line each.
         modules: names of the model's modules.
         explained: whether the hints say already what the names on one side begin with.
+        solved: whether the hints say all there is to say.
     """
 
     rows: list[Misfit]
@@ -55,6 +57,7 @@ class Misfits:
     hints: list[str] = field(default_factory=list)
     modules: frozenset[str] = frozenset()
     explained: bool = False
+    solved: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -65,6 +68,8 @@ class Misfits:
 
     def lines(self, limit: int | None = SHOWN) -> list[str]:
         """The table: hints first, then a line for each entry and, beyond the limit, one that counts the rest."""
+        if self.solved:
+            return [*self.hints, ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.rows).items())]
         prefix = None if self.explained else _prefix(self)
         covered = set() if prefix is None else prefix.covered
         rows = [row for row in self.rows if (row.kind, row.name) not in covered]
@@ -111,7 +116,8 @@ class _Prefix:
             pick = f"{{name.removeprefix({first!r}): value for name, value in nbddp.load_checkpoint(FILE).items() if name.startswith({first!r})}}"
             return f"the file has the model's names behind {' and behind '.join(map(repr, self.texts))}: choose one, as in model.load_state_dict({pick})"
         if self.in_file:
-            remedy = f"{{name.removeprefix({first!r}): value for name, value in nbddp.load_checkpoint(FILE).items()}} has the names of the model"
+            state = f"{{name.removeprefix({first!r}): value for name, value in nbddp.load_checkpoint(FILE).items()}}"
+            remedy = f"model.load_state_dict({state}) loads it"
             return f"{names} in the file that don't fit begin with {first!r}, which the model's lack: {remedy}"
         remedy = f": load into that part of it, nbddp.load_checkpoint(FILE, net.{first[:-1]})" if first[:-1] in modules else ""
         return f"{names} in the model that don't fit begin with {first!r}, which the file's lack{remedy}"

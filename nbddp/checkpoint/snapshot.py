@@ -89,7 +89,7 @@ def model_state(model: nn.Module, copy: Copy = _copy) -> OrderedDict[str, Any]:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             state[key] = plain(value, f"model[{key!r}]", copy)
             continue
-        same = place_of(value) or key
+        same: object = key if (place := place_of(value)) is None else place
         if same not in copies:
             copies[same] = copy(value, f"model[{key!r}]")
         state[key] = copies[same]

@@ -19,6 +19,7 @@ from torch import nn
 
 from nbddp import checkpoint
 from nbddp.checkpoint.misfit import readable
+from nbddp.config import TrainConfig
 from nbddp.errors import CheckpointError, ConfigError
 from nbddp.kernel import weights
 from nbddp.kernel.table import NOT_TOLD, CheckpointEntry, plain_text
@@ -192,8 +193,16 @@ def _weights_of(other: object, which: str | int) -> tuple[Mapping[str, Any], str
 
 
 def _options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names = [*mine, *(name for name in theirs if name not in mine)]
-    return {name: (mine.get(name), theirs.get(name)) for name in names if name not in NOT_TOLD and mine.get(name) != theirs.get(name)}
+    """The options that differ; one that was not given has its default."""
+    names = [name for name in dict.fromkeys([*mine, *theirs]) if name not in NOT_TOLD]
+    pairs = {name: (mine.get(name, _default(name)), theirs.get(name, _default(name))) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _default(name: str) -> Any:
+    """What an option is that was not given; `default` where that depends on others."""
+    field = TrainConfig.model_fields.get(name)
+    return "default" if field is None or field.default is None else field.default
 
 
 def compare(state: Mapping[str, Any], other: Mapping[str, Any]) -> list[DiffEntry]:

@@ -53,6 +53,7 @@ class Asked:
 
 def evaluate(run: Trained, asked: Asked) -> dict[str, float]:
     """The values that the run's validation records, for other data; see `Run.evaluate`."""
+    __tracebackhide__ = True
     with _opened(run, asked) as work:
         evaluator = Evaluator(work.model, work.hooks, Ranks.single(work.device), lambda text: warnings.warn(text, stacklevel=2))
         # As many shares per batch as the run had ranks: steps meet the samples that they met there, and no more of them at a time.
@@ -63,6 +64,7 @@ def evaluate(run: Trained, asked: Asked) -> dict[str, float]:
 
 def predict(run: Trained, asked: Asked) -> Any:
     """The outputs of all samples, on the CPU; see `Run.predict`."""
+    __tracebackhide__ = True
     with _opened(run, asked) as work:
         size = work.batch_size if asked.batch_size else -(-work.batch_size // work.nproc)
         return predict_outputs(work.model, work.hooks, work.batches(size), work.n, precision=work.precision, device=work.device)

@@ -96,7 +96,7 @@ def prepare(request: Request) -> Prepared:
     if point is not None:
         notes += inputs.stateful(request.data, train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
-    swaps, said = norms.decide(config, model, plan)
+    swaps, said = norms.decide(config, model, plan, asked="norm" in given.given)
     norms.check_stages(stages, model, swaps)
     notes += said
     if point is not None:

@@ -150,7 +150,7 @@ class RunMagics(Magics):
         from torch import nn
 
         if not isinstance(model.value, nn.Module):
-            message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module"
+            message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module; the order is MODEL, then RUN or PATH"
             raise ConfigError(message)
         which = _which(found.values.get("which"))
         how = {name: flag_value(name, found.values.get(name, True)) for name in ("strict", "weights_only")}
@@ -162,7 +162,7 @@ class RunMagics(Magics):
             run = self._run(words[1:], local_ns)
             which = "last" if which is None else which
             if all(how.values()):
-                run.load(model.value, which=which)
+                run.load_named(model.value, which, model.name)
                 return
             from nbddp.kernel.weights import file_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nbddp.errors import ConfigError
-from nbddp.norm.layers import batch_norm_layers, become, is_kind, obstacle, unseen
+from nbddp.norm.layers import batch_norm_layers, became, become, is_kind, obstacle, unseen
 from nbddp.wrappers import named_modules, unwrapped
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def apply(model: nn.Module, kinds: Mapping[str, str], device: torch.device | Non
             todo.append((layers[name], kind))
         elif name not in layers and not (name in modules and is_kind(modules[name], kind, device)):
             what = f"is a {type(modules[name]).__name__}" if name in modules else "is not there"
+            what = f"became {already[name]}" if (already := became(model)).get(name) else what
             message = f"{shown(name)} is to become {kind}: it must be a BatchNorm layer of {type(unwrapped(model)).__name__}, and {what}"
             raise ConfigError(message)
     changes: list[Change] = []

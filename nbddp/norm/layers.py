@@ -76,7 +76,11 @@ def is_kind(layer: nn.Module, kind: str, device: torch.device) -> bool:
         return type(layer) is sync_type(device)
     if kind == "batch":
         return isinstance(layer, _BatchNorm) and not is_synchronized(layer)
-    return isinstance(layer, {"layer": nn.LayerNorm | nn.GroupNorm, "group": nn.GroupNorm, "none": nn.Identity}[kind])
+    if hasattr(layer, _KIND):
+        return bool(getattr(layer, _KIND) == kind)
+    if kind == "layer":
+        return isinstance(layer, nn.LayerNorm) or (isinstance(layer, nn.GroupNorm) and layer.num_groups == 1)
+    return isinstance(layer, nn.GroupNorm if kind == "group" else nn.Identity)
 
 
 def is_result(layer: nn.Module) -> bool:

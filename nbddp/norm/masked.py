@@ -135,13 +135,13 @@ def _reason(lineage: list[_Node], layer: _BatchNorm, passed: set[int]) -> str | 
         return None
     if hidden is not None:
         assert sequence is not None
-        return f"{_place(sequence, layer)}: {_would(hidden)}"
+        return f"{_place(sequence, layer)}: {_would(hidden, sequence)}"
     listed = ", ".join(entry.name or "the model itself" for entry in net.masked[:_SHOWN]) + (
         f" and {len(net.masked) - _SHOWN} more" if len(net.masked) > _SHOWN else ""
     )
     where = f"stands among masked layers ({listed})"
     if (likely := _in_order(net.masked, layer.num_features)) is not None:
-        return f"{where}: {_would(likely)}"
+        return f"{where}: {_would(likely, net)}"
     return f"{where}: whether normalizing over features would let an output depend on an input that they hide cannot be read from the masks alone"
 
 
@@ -305,9 +305,10 @@ def _first(added: torch.Tensor) -> tuple[int, int] | None:
     return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
 
 
-def _would(gained: _Gained) -> str:
+def _would(gained: _Gained, network: _Node) -> str:
     assert gained.pair is not None
-    return f"normalizing over features would let output {gained.pair[0]} depend on input {gained.pair[1]}, which the masks hide"
+    where = f" (of {network.name})" if network.name else ""
+    return f"normalizing over features would let output {gained.pair[0]} depend on input {gained.pair[1]}{where}, which the masks hide"
 
 
 def _place(sequence: _Node, layer: nn.Module) -> str:

@@ -117,7 +117,7 @@ def choose(model: nn.Module, to: str | Mapping[str, str], *, only: Patterns = No
         else:
             kinds[name] = kind
     if lazy := [name for name in kinds if unseen(layers[name])]:
-        message = f"{_listed(lazy)}: {LAZY}"
+        message = f"{_listed(lazy)}: {LAZY}; skip= leaves it out"
         raise ConfigError(message)
     left |= dict.fromkeys(scripted_layers(model), "is compiled by torch.jit: swap before that")
     return Choice(kinds, left)
@@ -145,7 +145,13 @@ def _wanted(model: nn.Module, to: Any, names: list[str], device: torch.device) -
 
 def _check_kind(kind: object, known: Sequence[str], what: str) -> None:
     if kind not in known:
-        message = f"{what}={kind!r} must be one of {', '.join(known)}.{suggest(str(kind), known)}"
+        hint = suggest(str(kind), known)
+        if kind == "auto":
+            hint = " auto is an option of training: here it is sync"
+        elif isinstance(kind, str) and "=" in kind:
+            pairs = [pair.partition("=") for pair in kind.split(",")]
+            hint = f" By pattern it is a dict: { ({pattern.strip(): value.strip() for pattern, _, value in pairs}) }"
+        message = f"{what}={kind!r} must be one of {', '.join(known)}.{hint}"
         raise ConfigError(message)
 
 

@@ -211,7 +211,7 @@ def test_the_reason_names_layers_and_a_pair_that_autograd_confirms():
     reason = refused(flow)["transform.transforms.0.hyper.1.0"]
     assert reason == (
         "transform.transforms.0.hyper.1.0 stands between masked layers (transform.transforms.0.hyper.0, transform.transforms.0.hyper.2): "
-        "normalizing over features would let output 2 depend on input 1, which the masks hide"
+        "normalizing over features would let output 2 depend on input 1 (of transform.transforms.0.hyper), which the masks hide"
     )
     hyper = flow.transform.transforms[0].hyper
     assert reach(hyper, ["1.0"], 3)[2, 1]

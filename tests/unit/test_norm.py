@@ -345,6 +345,8 @@ def test_a_cell_that_swaps_can_be_run_again(to):
     [
         (lambda net: nbddp.swap_norm(net, "layers"), "to='layers' must be one of sync, batch, layer, group, none. Did you mean layer?"),
         (lambda net: nbddp.swap_norm(net, None), "to=None must be one of"),
+        (lambda net: nbddp.swap_norm(net, "auto"), "auto is an option of training: here it is sync"),
+        (lambda net: nbddp.swap_norm(net, "head.*=group,*=sync"), r"By pattern it is a dict: {'head.\*': 'group', '\*': 'sync'}"),
         (lambda net: nbddp.swap_norm(net, {"stem.*": "auto"}), r"to\['stem.\*'\]='auto' must be one of"),
         (lambda net: nbddp.swap_norm(net, {3: "sync"}), "the pattern 3 must be a string"),
         (lambda net: nbddp.swap_norm(net, {"steam.*": "sync"}), r"the pattern steam.\* matches no BatchNorm layer. Did you mean stem.\*"),
