@@ -19,7 +19,7 @@ SAID = {
         "is synchronised over the 2 ranks: statistics of the global batch",
         "3 BatchNorm layers became SyncBatchNorm, as in the run",
         "2 BatchNorm layers became GroupNorm, 1 LayerNorm, as in the run",
-        "would let output 0 depend on input 0, which the masks hide",
+        "would let output 0 depend on input 0 (of transform.transforms.0.hyper), which the masks hide",
         "is refused: output 0 would depend on input 0",
         "swap first, then load",
     )
