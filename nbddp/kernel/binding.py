@@ -5,6 +5,7 @@ Runs in the kernel; imports neither torch nor Jupyter.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,11 +30,10 @@ def names_of(shell: InteractiveShell, local_ns: Mapping[str, Any] | None) -> dic
 
 def is_bound(name: str, value: object) -> bool:
     """Whether a name of the notebook, where there is one, still stands for an object, or for what wraps it."""
-    from IPython import get_ipython
-
     from nbddp.wrappers import inside
 
-    shell = get_ipython()
+    ipython = sys.modules.get("IPython")  # a script has none, and is not to import it
+    shell = None if ipython is None else ipython.get_ipython()
     there = value if shell is None else shell.user_ns.get(name, value)
     while there is not value and (inner := inside(there)) is not None:
         there = inner[1]
