@@ -106,15 +106,18 @@ def unused_message(missing: list[str]) -> str:
 
 def _ddp(module: StepModule, config: TrainConfig) -> DistributedDataParallel:
     # Without device_ids, since batches are on the device already: DDP would take containers apart and rebuild them to look for tensors to move.
-    alike = {id(buffer) for layer in module.modules() if norm.is_synchronized(layer) for buffer in layer.buffers()}
-    return DistributedDataParallel(
+    replica = DistributedDataParallel(
         module,
-        broadcast_buffers=any(id(buffer) not in alike for buffer in module.buffers()),  # in every step: not where all ranks compute the same ones
         find_unused_parameters=config.find_unused_parameters,
         static_graph=config.static_graph,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         bucket_cap_mb=config.bucket_cap_mb,
     )
+    alike = {id(buffer) for layer in module.modules() if norm.is_synchronized(layer) for buffer in layer.buffers()}
+    if all(id(buffer) in alike for buffer in module.buffers()):  # all ranks compute the same ones, which need not be broadcast in every step
+        # As an attribute: the argument has had two names.
+        setattr(replica, "forward_sync_buffers" if hasattr(replica, "forward_sync_buffers") else "broadcast_buffers", False)
+    return replica
 
 
 def on_gradients_ready(loss: torch.Tensor, mark: Callable[[], None]) -> None:
