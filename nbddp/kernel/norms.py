@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 SMALL_BATCH = 16
 """Samples below which the statistics of a batch are noise."""
 
-_SHOWN = 4
 _BECOMES = {
     "layer": "LayerNorm over the channels of each sample (for images GroupNorm(1, C)); running statistics are dropped",
     "group": "GroupNorm; running statistics are dropped",
@@ -42,8 +41,8 @@ def decide(config: TrainConfig, model: nn.Module, plan: Plan, *, asked: bool) ->
     """
     device = torch.device(plan.device)
     layers = norm.batch_norm_layers(model)
-    if not layers and (config.norm in ("auto", "keep") or isinstance(config.norm, str)):
-        idle = asked and config.norm not in ("auto", "keep") and not any(norm.is_kind(module, str(config.norm), device) for module in model.modules())
+    if not layers and isinstance(config.norm, str):
+        idle = asked and config.norm not in ("auto", "keep") and not any(norm.is_kind(module, config.norm, device) for module in model.modules())
         return norm.became(model), [f"norm={config.norm} has no effect: the model has no BatchNorm"] if idle else []
     choice = norm.choose(model, _kinds(config.norm, plan.nproc), device=device)
     _check_masks(model, choice.kinds)
@@ -51,7 +50,7 @@ def decide(config: TrainConfig, model: nn.Module, plan: Plan, *, asked: bool) ->
     after = {name: choice.kinds.get(name, "sync" if norm.is_synchronized(layer) else "batch") for name, layer in layers.items()}
     own = [name for name, kind in after.items() if kind == "batch"]
     if plan.device == "cpu" and plan.nproc > 1 and (refused := [n for n, m in layers.items() if n not in choice.kinds and isinstance(m, nn.SyncBatchNorm)]):
-        message = f"norm=keep: {_listed(refused)} is torch's SyncBatchNorm, which trains on GPUs only: --norm auto has one for ranks on the CPU"
+        message = f"norm=keep: {norm.listed(refused)} is torch's SyncBatchNorm, which trains on GPUs only: --norm auto has one for ranks on the CPU"
         raise ConfigError(message)
     if plan.nproc > 1 and own:
         notes.append(_on_its_own(own, min(stage.micro_batch_size for stage in plan.stages), choice.left, by_pattern=not isinstance(config.norm, str)))
@@ -73,7 +72,7 @@ def check_stages(stages: Iterable[Stage], model: nn.Module, swaps: Mapping[str, 
         try:
             trainable(names, stage)
         except ConfigError as error:
-            message = f"{error} norm=none leaves no parameters in {_listed(gone)}"
+            message = f"{error} norm=none leaves no parameters in {norm.listed(gone)}"
             raise ConfigError(message) from None
 
 
@@ -90,12 +89,9 @@ def _kinds(given: str | Mapping[str, str], nproc: int) -> str | dict[str, str]:
 
 def _check_masks(model: nn.Module, kinds: Mapping[str, str]) -> None:
     """As for `swap_norm`, in the words of the option."""
-    found = norm.mixing(model, [name for name, kind in kinds.items() if kind in norm.MIXING])
-    if found:
-        first = next(iter(found))
-        others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        reason = found[first].removeprefix(f"{first} ")
-        message = f"norm={kinds[first]} is refused for {first or 'the model itself'}{others}: it {reason}. --norm sync and --norm none work there"
+    if (found := norm.forbidden(model, kinds)) is not None:
+        others = f" (and {found.others} more)" if found.others else ""
+        message = f"norm={kinds[found.layer]} is refused for {norm.shown(found.layer)}{others}: it {found.reason}. --norm sync and --norm none work there"
         raise ConfigError(message)
 
 
@@ -109,16 +105,16 @@ def _told(config: TrainConfig, model: nn.Module, kinds: Mapping[str, str], plan:
         other = "" if norm.mixing(model, synced) else "; --norm layer needs none"
         kept = "--norm keep leaves each rank its own"
         return [
-            f"note: BatchNorm ({_listed(synced)}) is synchronised over the {plan.nproc} ranks: statistics of the global batch, "
+            f"note: BatchNorm ({norm.listed(synced)}) is synchronised over the {plan.nproc} ranks: statistics of the global batch, "
             f"for an exchange per layer in the forward and in the backward pass{other}; {kept}"
         ]
     lines = []
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name, other in kinds.items() if other == kind]
-        lines.append(f"norm: {_listed(names)} become{'s' if len(names) == 1 else ''} {_BECOMES.get(kind, norm.BECOMES[kind])}")
+        lines.append(f"norm: {norm.listed(names)} become{'s' if len(names) == 1 else ''} {_BECOMES.get(kind, norm.BECOMES[kind])}")
         few = [name for name in names if kind == "group" and norm.few_features(layers[name])]
         if few:
-            lines.append(f"note: {_listed(few)}: {norm.few_features(layers[few[0]])}")
+            lines.append(f"note: {norm.listed(few)}: {norm.few_features(layers[few[0]])}")
     return lines
 
 
@@ -129,9 +125,4 @@ def _on_its_own(names: list[str], per_rank: int, left: Mapping[str, str], *, by_
     )
     why = next((f"; {reason}" for name, reason in left.items() if name in names and "would be lost" in reason), "")
     other = "; '*=auto' as the last pattern synchronises them" if by_pattern and not why else ""
-    return f"note: BatchNorm ({_listed(names)}) uses the statistics of each rank's {samples}; rank 0's running statistics are kept{why}{other}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    known = [name or "the model itself" for name in names]
-    return ", ".join(known[:_SHOWN]) + (f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else "")
+    return f"note: BatchNorm ({norm.listed(names)}) uses the statistics of each rank's {samples}; rank 0's running statistics are kept{why}{other}"

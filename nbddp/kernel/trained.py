@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 import threading
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
@@ -27,7 +28,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
 
 
-class Trained:
+class Trained(ABC):
     """The weights of a run; `Run` adds all else."""
 
     id: str
@@ -43,9 +44,9 @@ class Trained:
         """The variable of the notebook that holds this, for messages."""
 
     @property
+    @abstractmethod
     def state(self) -> str:
         """starting, running, finished, stopped or failed."""
-        raise NotImplementedError
 
     @property
     def files(self) -> RunDir:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from nbddp.norm.applied import apply, device_of, swapped, undo
+from nbddp.norm.applied import apply, device_of, listed, shown, swapped, undo
 from nbddp.norm.layers import BECOMES, KINDS, MIXING, Change, LayerNorm, batch_norm_layers, became, is_kind, is_synchronized, without_dropped
 from nbddp.norm.masked import mixing
 from nbddp.norm.report import Swapped, SwapReport
 from nbddp.norm.swap import Choice, choose, few_features, swap_norm
 from nbddp.norm.sync import BatchNorm, SyncBatchNorm, alone, counting, cut_compiled_code
+from nbddp.norm.verify import forbidden
 
 __all__ = [
     "BECOMES",
@@ -29,9 +30,12 @@ __all__ = [
     "cut_compiled_code",
     "device_of",
     "few_features",
+    "forbidden",
     "is_kind",
     "is_synchronized",
+    "listed",
     "mixing",
+    "shown",
     "swap_norm",
     "swapped",
     "undo",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from nbddp.norm.layers import Change
 
+_LISTED = 4
 LAZY = "a lazy layer knows its channels after its first batch: call the model with one before, as in net(batch)"
 
 
@@ -85,3 +86,8 @@ def device_of(model: nn.Module) -> torch.device:
 def shown(name: str) -> str:
     """The name of a layer, for messages."""
     return name or "the model itself"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names of several layers, for messages."""
+    return ", ".join(map(shown, names[:_LISTED])) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

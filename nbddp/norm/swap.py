@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nbddp.errors import ConfigError, suggest
-from nbddp.norm.applied import LAZY, apply, device_of, shown
+from nbddp.norm.applied import LAZY, apply, device_of, listed, shown
 from nbddp.norm.layers import KINDS, MIXING, batch_norm_layers, dimension, groups_of, is_kind, is_result, obstacle, scripted_layers, unseen
 from nbddp.norm.report import Swapped, SwapReport
 from nbddp.norm.verify import check_masks, verify
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
 
 Patterns = str | Sequence[str] | None
-_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def choose(model: nn.Module, to: str | Mapping[str, str], *, only: Patterns = No
         else:
             kinds[name] = kind
     if lazy := [name for name in kinds if unseen(layers[name])]:
-        message = f"{_listed(lazy)}: {LAZY}; skip= leaves it out"
+        message = f"{listed(lazy)}: {LAZY}; skip= leaves it out"
         raise ConfigError(message)
     left |= dict.fromkeys(scripted_layers(model), "is compiled by torch.jit: swap before that")
     return Choice(kinds, left)
@@ -202,10 +201,6 @@ def _about(model: nn.Module, kinds: Mapping[str, str]) -> list[str]:
         assert isinstance(within, nn.Module)
         found = within
     return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(shown, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _type_names(before: type[nn.Module], layer: nn.Module) -> tuple[str, str]:

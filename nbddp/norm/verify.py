@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbddp.errors import ConfigError
 from nbddp.norm.applied import shown, swapped
@@ -23,18 +23,33 @@ def mixed(kinds: Mapping[str, str]) -> list[str]:
     return [name for name, kind in kinds.items() if kind in MIXING]
 
 
+class Forbidden(NamedTuple):
+    """A layer that must not mix features where it stands, why, and how many more there are."""
+
+    layer: str
+    reason: str
+    others: int
+
+
+def forbidden(model: nn.Module, kinds: Mapping[str, str]) -> Forbidden | None:
+    """The first of the layers that would mix what masks keep apart; None where none would."""
+    found = mixing(unwrapped(model), mixed(kinds))
+    first = next(iter(found), None)
+    return None if first is None else Forbidden(first, found[first].removeprefix(f"{first} "), len(found) - 1)
+
+
 def check_masks(model: nn.Module, kinds: Mapping[str, str], remedy: str = "example= verifies by autograd what depends on what") -> None:
     """Refuse what mixes the features of a sample between masked layers that keep them apart.
 
     Raises:
         ConfigError: names the layers, the reason and what works.
     """
-    if not (found := mixing(unwrapped(model), mixed(kinds))):
+    if (found := forbidden(model, kinds)) is None:
         return
-    first = next(iter(found))
-    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    reason = found[first].removeprefix(f"{first} ")
-    message = f"{kinds[first]} is refused for {shown(first)}{others}: it {reason}. sync and none work there; skip= leaves layers out; {remedy}"
+    others = f" and {found.others} more" if found.others else ""
+    message = (
+        f"{kinds[found.layer]} is refused for {shown(found.layer)}{others}: it {found.reason}. sync and none work there; skip= leaves layers out; {remedy}"
+    )
     raise ConfigError(message)
 
 

@@ -30,15 +30,6 @@ def make(request):
     return MODELS[request.param]
 
 
-@pytest.fixture
-def file(tmp_path):
-    def save(content, name="x.pt"):
-        torch.save(content, tmp_path / name)
-        return tmp_path / name
-
-    return save
-
-
 # -- kinds of files
 
 

@@ -28,15 +28,6 @@ def compiler_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
-@pytest.fixture
-def file(tmp_path):
-    def save(content, name="x.pt"):
-        torch.save(content, tmp_path / name)
-        return tmp_path / name
-
-    return save
-
-
 # -- names
 
 

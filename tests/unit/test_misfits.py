@@ -18,16 +18,6 @@ from nbddp.checkpoint import load_checkpoint, load_state, misfits, model_state, 
 from nbddp.errors import CheckpointError
 from support.loading import MODELS, Recurrent, ResNet, Transformer, bits, prefixed, refused, same, table, unchanged
 
-
-@pytest.fixture
-def file(tmp_path):
-    def save(content, name="x.pt"):
-        torch.save(content, tmp_path / name)
-        return tmp_path / name
-
-    return save
-
-
 # -- what does not fit
 
 
