@@ -20,7 +20,8 @@ from torch import nn
 from nbddp import checkpoint
 from nbddp.errors import ConfigError
 from nbddp.kernel import weights
-from nbddp.kernel.table import NOT_TOLD, CheckpointEntry, plain_text
+from nbddp.kernel.entry import NOT_TOLD, plain_text
+from nbddp.kernel.table import CheckpointEntry
 from nbddp.kernel.text import short_id, value_text
 from nbddp.tabular import FONT, QUIET, Table, html_table, text_table
 
