@@ -25,6 +25,7 @@ from nbddp.values import (
     read_devices,
     read_duration,
     read_every,
+    read_norm,
     read_precision,
     read_steps_or_epochs,
     read_tf32,
@@ -116,7 +117,9 @@ class TrainConfig(BaseModel):
     bucket_cap_mb: Positive = _option(25.0, "size of DDP's gradient buckets", "precision and speed", unit="MB")
     grad_compression: Literal["bf16", "fp16", "powersgd"] | None = _option(None, "compress gradients on the wire", "precision and speed")
 
-    norm: str | dict[str, str] = _option("auto", "what becomes of BatchNorm: auto, keep, sync, layer, group, none, or pattern=value", "normalization")
+    norm: Annotated[str | dict[str, str], BeforeValidator(read_norm)] = _option(
+        "auto", "what becomes of BatchNorm: auto, keep, sync, batch, layer, group, none, or pattern=value", "normalization"
+    )
 
     val_every: Annotated[str, BeforeValidator(read_steps_or_epochs)] = _option("1 epoch", "how often to validate: 2, 500 steps", "checkpoints")
     monitor: str = _option("val_loss", "recorded value that decides which checkpoint is best; loss where nothing is validated", "checkpoints")
@@ -216,6 +219,8 @@ SYNONYMS = {
     "max_grad_norm": "clip_norm",
     "gradient_clip_val": "clip_norm",
     "grad_clip": "clip_norm",
+    "sync_batchnorm": "norm",
+    "sync_bn": "norm",
     "lr_scheduler_type": "schedule",
     "lr_scheduler": "schedule",
     "mixed_precision": "precision",

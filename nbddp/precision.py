@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
@@ -81,6 +82,13 @@ class autocast:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """The function, each call of which runs within a context of its own."""
+        given: object = function
+        if not callable(given):
+            message = f"nbddp.autocast({self.precision!r}) decorates a function, not a {type(given).__name__}"
+            raise ConfigError(message)
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            message = f"{function.__name__} runs on after it has returned, outside of the context: write `with nbddp.autocast(...)` inside it"
+            raise ConfigError(message)
 
         @functools.wraps(function)
         def cast(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -97,6 +105,9 @@ def _in_effect(precision: object, device: torch.device) -> str:
     spec = getattr(precision, "spec", None)
     if isinstance(spec, Mapping) and "plan" in spec:  # a Run, of which this layer knows no more
         return str(spec["plan"]["stages"][-1]["precision"])
+    if callable(precision):
+        message = f'nbddp.autocast takes a precision first, as in @nbddp.autocast("bf16"), not a {type(precision).__name__}'
+        raise ConfigError(message)
     word = str(precision).removeprefix("torch.")
     try:
         read = str(read_precision(word))

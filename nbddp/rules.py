@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbddp.errors import suggest
+from nbddp.values import NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,6 @@ def not_yet(name: str) -> str:
 
 
 FUSED_OPTIMIZERS = ("adam", "adamw", "adagrad", "sgd")
-NORMS = ("auto", "keep", "sync", "batch", "layer", "group", "none")
 
 
 def _one_batch_size(config: TrainConfig) -> str | None:
@@ -109,7 +109,7 @@ def _one_way_of_unused(config: TrainConfig) -> str | None:
 def _known_norm(config: TrainConfig) -> str | None:
     for value in [config.norm] if isinstance(config.norm, str) else config.norm.values():
         if value not in NORMS:
-            return f"norm={value} must be one of {', '.join(NORMS)}.{suggest(value, NORMS)}"
+            return f"norm={value} must be one of {', '.join(NORMS)}, or pattern=value.{suggest(value, NORMS)}"
     return None
 
 

@@ -250,10 +250,11 @@ def find_run(name: str | Path, root: Path) -> RunDir:
     Raises:
         ConfigError: where none or several match.
     """
-    path = Path(name).expanduser()
-    if (path / "spec.json").is_file():
-        return RunDir(path.resolve())
-    found = [run for run in run_dirs(root) if str(name) in run.id]
+    with contextlib.suppress(OSError, RuntimeError):  # a text that can't be a path, too long or of a home that there is not
+        path = Path(name).expanduser()
+        if (path / "spec.json").is_file():
+            return RunDir(path.resolve())
+    found = [run for run in run_dirs(root) if str(name) in run.id] if str(name) else []
     exact = [run for run in found if run.id == str(name) or run.id.endswith(f"-{name}")]
     if len(exact or found) == 1:
         return (exact or found)[0]

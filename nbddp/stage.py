@@ -179,7 +179,7 @@ def matching(names: Iterable[str], patterns: Iterable[str], what: str = "paramet
     """
     known, found = list(names), set()
     for pattern in patterns:
-        matched = fnmatch.filter(known, pattern)
+        matched = fnmatch.filter(known, pattern) or [name for name in known if name == pattern]  # names may have brackets, as patterns do
         if not matched:
             names_are = f" The names are {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}" if known else " There is none"
             message = f"the pattern {pattern} matches no {what}.{_meant(pattern, known) or names_are}"

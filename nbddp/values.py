@@ -89,6 +89,33 @@ def read_tf32(value: object) -> object:
     return {True: "high", False: "highest"}[flag] if isinstance(flag, bool) else value
 
 
+NORMS = ("auto", "keep", "sync", "batch", "layer", "group", "none")
+_NORM_WORDS = {
+    **{kind: kind for kind in NORMS},
+    **dict.fromkeys(["syncbatchnorm", "sync_batchnorm", "sync_batch_norm", "syncbn", "sync_bn", "true"], "sync"),
+    **dict.fromkeys(["batchnorm", "batch_norm"], "batch"),
+    **dict.fromkeys(["layernorm", "layer_norm"], "layer"),
+    **dict.fromkeys(["groupnorm", "group_norm"], "group"),
+    **dict.fromkeys(["identity"], "none"),
+    **dict.fromkeys(["false"], "keep"),
+}
+
+
+def read_norm(value: object) -> object:
+    """Understand the layers' own names, Lightning's ``sync_batchnorm``, and the same by pattern."""
+    if isinstance(value, Mapping):
+        return {pattern: _norm_kind(kind) if isinstance(kind, str | bool) else kind for pattern, kind in value.items()}
+    if isinstance(value, str) and ":" in value:
+        pattern, _, kind = value.partition(":")
+        rule = f"must be a kind, or pattern=value: write {pattern.strip()}={kind.strip()}"
+        raise ValueError(rule)
+    return _norm_kind(value) if isinstance(value, str | bool) else value
+
+
+def _norm_kind(value: str | bool) -> str:
+    return _NORM_WORDS.get(str(value).lower(), str(value))
+
+
 def auto_is_none(value: object) -> object:
     """Take ``auto`` and ``none`` for a value that is not given."""
     return None if isinstance(value, str) and value.lower() in ("auto", "none") else value

@@ -6,11 +6,12 @@ Written by rank 0, read by ranks and kernels.
 from __future__ import annotations
 
 from nbddp.checkpoint.contents import found_in, state_of
-from nbddp.checkpoint.door import checkpoint_path, load_checkpoint, load_file, located
+from nbddp.checkpoint.door import Place, checkpoint_path, load_checkpoint, load_file, located
 from nbddp.checkpoint.fitting import same
+from nbddp.checkpoint.folder import SUFFIXES
 from nbddp.checkpoint.loading import LOAD_HINT, Loaded, load_state, misfits
 from nbddp.checkpoint.names import match, without_wrappers
-from nbddp.checkpoint.reading import SUFFIXES, read
+from nbddp.checkpoint.reading import read
 from nbddp.checkpoint.resumable import newest_complete, read_resumable
 from nbddp.checkpoint.snapshot import buffer_names, check_plain, model_state, non_finite, plain
 from nbddp.checkpoint.writing import FORMAT, VERSION, clear_unfinished, link, write
@@ -21,6 +22,7 @@ __all__ = [
     "SUFFIXES",
     "VERSION",
     "Loaded",
+    "Place",
     "buffer_names",
     "check_plain",
     "checkpoint_path",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nbddp.checkpoint import tensorfile
+from nbddp.checkpoint.misfit import readable
 from nbddp.checkpoint.names import bare
 from nbddp.checkpoint.writing import FORMAT
 from nbddp.errors import CheckpointError
@@ -72,7 +73,7 @@ def found_in(content: Mapping[str, Any], path: Path) -> Found:
         return Found(content["tensors"], epoch=_count(said, "epoch"), step=_count(said, "step", "global_step"))
     places = dict(_state_dicts(content))
     chosen = [where for where in places if where[-1] in _ENTRIES and set(where) <= set(_AROUND)]
-    if not chosen and (_is_state_dict(content) or (not content and hasattr(content, "_metadata"))):
+    if not chosen and (_is_state_dict(content) or _is_empty_one(content)):
         return Found(content)
     if len(chosen) == 1:
         where = chosen[0]
@@ -101,6 +102,11 @@ def _is_state_dict(value: object) -> bool:
     return tensors > 0 and 2 * tensors >= len(entries)
 
 
+def _is_empty_one(value: object) -> bool:
+    """Whether it is the state dict of a model without entries, by what torch keeps beside one."""
+    return isinstance(value, dict) and not value and hasattr(value, "_metadata")
+
+
 def _state_dicts(content: Mapping[Any, Any], above: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """The state dicts inside a dict, with their keys; not those within one of them, nor what belongs to optimizers and the like."""
     found: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
@@ -109,7 +115,7 @@ def _state_dicts(content: Mapping[Any, Any], above: tuple[str, ...] = ()) -> lis
             continue
         if isinstance(value, nn.Module):
             found.append(((*above, key), value.state_dict()))
-        elif _is_state_dict(value):
+        elif _is_state_dict(value) or _is_empty_one(value):
             found.append(((*above, key), value))
         elif isinstance(value, dict) and len(above) + 1 < _DEPTH:
             found += _state_dicts(value, (*above, key))
@@ -122,13 +128,16 @@ def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return 2 * len(names & others) >= len(names)
 
 
+def _keys(content: Mapping[str, Any]) -> str:
+    return f"keys {', '.join(readable(key) for key in list(content)[:5])}" if content else "it is an empty dict"
+
+
 def _unclear(path: Path, content: Mapping[str, Any], places: list[tuple[str, ...]]) -> str:
     if not places:
-        return f"{path} holds no state dict of a model: keys {', '.join(map(str, list(content)[:5]))}"
-    listed = [".".join(where) for where in places[:_LISTED]]
+        return f"{path} holds no state dict of a model: {_keys(content)}"
+    listed = [readable(".".join(where)) for where in places[:_LISTED]]
     load = f"model.load_state_dict(torch.load({str(path)!r}){''.join(f'[{key!r}]' for key in places[0])})"
     if len(places) == 1:
-        keys = ", ".join(map(str, list(content)[:5]))
-        return f"{path} holds no state dict of a model under a usual name: keys {keys}; its entry {listed[0]!r} may be one: {load}"
+        return f"{path} holds no state dict of a model under a usual name: {_keys(content)}; its entry {listed[0]!r} may be one: {load}"
     more = f" and {len(places) - _LISTED} more" if len(places) > _LISTED else ""
     return f"{path} holds several state dicts ({', '.join(listed)}{more}), and which one is meant can't be told: choose one, as in {load}"

@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nbddp.checkpoint.contents import found_in
+from nbddp.checkpoint.folder import SUFFIXES, described, part_of
 from nbddp.checkpoint.loading import Loaded, load_found
+from nbddp.checkpoint.misfit import readable
 from nbddp.checkpoint.names import without_wrappers
-from nbddp.checkpoint.reading import SUFFIXES, read
-from nbddp.checkpoint.writing import FORMAT
+from nbddp.checkpoint.reading import read
+from nbddp.checkpoint.writing import FORMAT, first_line
 from nbddp.errors import CheckpointError, ConfigError
 from nbddp.rundir import find_run
 from nbddp.runroot import run_root
 
-_LISTED = 8
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is at a path: a folder, a file or anything else that is there, or nothing.
+
+    A text that can't be a path at all, because it is too long, is one at which nothing is.
+
+    Raises:
+        ConfigError: for an empty text, and for the home of a user that there is not.
+        CheckpointError: where the system doesn't let us look.
+    """
+
+    path: Path
+    is_folder: bool
+    is_there: bool
+
+    @classmethod
+    def of(cls, given: str | os.PathLike[str]) -> Place:
+        if not str(given):
+            message = "the path of the checkpoint is empty"
+            raise ConfigError(message)
+        try:
+            path = Path(given).expanduser()
+        except RuntimeError as error:
+            message = f"{given}: {first_line(error)}"
+            raise ConfigError(message) from None
+        try:
+            mode = path.stat().st_mode
+        except PermissionError as error:
+            message = f"{path} can't be read: {error.strerror}"
+            raise CheckpointError(message) from error
+        except (OSError, ValueError):
+            return cls(path, is_folder=False, is_there=False)
+        return cls(path, is_folder=stat.S_ISDIR(mode), is_there=True)
 
 
 def load_checkpoint(path_or_run: object, model: nn.Module | None = None, strict: bool = True, weights_only: bool = True) -> Any:
@@ -46,8 +83,9 @@ def load_checkpoint(path_or_run: object, model: nn.Module | None = None, strict:
     Raises:
         CheckpointError: where the file is missing, incomplete or holds no state dict of a model, where pickled objects are refused, and where it does not
             fit: a table of what is missing, unexpected, of another shape or dtype, with the nearest names. The model is unchanged then.
-        ConfigError: for arguments that are no checkpoint or no module.
+        ConfigError: for arguments that are no checkpoint or no module, and for switches that are not True or False.
     """
+    _check_switches(strict=strict, weights_only=weights_only)
     path = located(path_or_run)
     if model is None:
         content = read(path, weights_only=weights_only)
@@ -65,7 +103,23 @@ def load_file(path: Path, model: object, *, strict: bool = True, weights_only: b
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         message = f"a checkpoint is loaded into a torch.nn.Module, not into {what}"
         raise ConfigError(message)
-    return load_found(model, found_in(read(path, weights_only=weights_only), path), strict=strict, what=str(path), undo=undo)
+    _check_switches(strict=strict, weights_only=weights_only)
+    found = found_in(read(path, weights_only=weights_only), path)
+    try:
+        return load_found(model, found, strict=strict, what=str(path), undo=undo)
+    except CheckpointError as error:
+        if not (parts := part_of(path)):
+            raise
+        message = f"{error}\n  {parts}"
+        raise CheckpointError(message) from error
+
+
+def _check_switches(**switches: object) -> None:
+    """Whether code runs is not left to what counts as false."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            message = f"load_checkpoint: {name}={value!r} must be True or False"
+            raise ConfigError(message)
 
 
 def _say(path: Path, remarks: list[str]) -> None:
@@ -75,8 +129,8 @@ def _say(path: Path, remarks: list[str]) -> None:
 
 def checkpoint_path(path_or_run: object) -> Path:
     """The file that a path, a run directory or a Run stands for, whether it is there or not."""
-    path = Path(getattr(path_or_run, "dir", path_or_run)).expanduser()  # type: ignore[arg-type]
-    return path / "checkpoints" / "last.pt" if path.is_dir() else path
+    place = Place.of(getattr(path_or_run, "dir", path_or_run))  # type: ignore[arg-type]
+    return place.path / "checkpoints" / "last.pt" if place.is_folder else place.path
 
 
 def located(path_or_run: object) -> Path:
@@ -91,23 +145,21 @@ def located(path_or_run: object) -> Path:
         swapped = "; the model comes second" if isinstance(path_or_run, nn.Module) else ""
         message = f"load_checkpoint takes a checkpoint file, a run, its id or its directory, not a {type(path_or_run).__name__}{swapped}"
         raise ConfigError(message)
-    path = Path(given).expanduser()
-    if path.is_dir():
+    place = Place.of(given)
+    path = place.path
+    if place.is_folder:
         return _last_of(path)
-    if path.exists() or path.suffix in SUFFIXES or len(path.parts) != 1:
+    if place.is_there or path.suffix in SUFFIXES or len(path.parts) != 1:
         return path
     try:
         return find_run(str(given), run_root()).checkpoints / "last.pt"
     except ConfigError as error:
-        message = f"{given} is neither a file nor a run: {error}"
+        message = f"{readable(given)} is neither a file nor a run: {error}"
         raise CheckpointError(message) from None
 
 
 def _last_of(folder: Path) -> Path:
     if (folder / "spec.json").is_file() or (folder / "checkpoints").is_dir():
         return folder / "checkpoints" / "last.pt"
-    names = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    has = f"name one of its files: {', '.join(names[:_LISTED])}{more}" if names else "and it holds no checkpoint"
-    message = f"{folder} is a folder, not a run directory; {has}"
+    message = f"{folder} is a folder, not a run directory; {described(folder)}"
     raise CheckpointError(message)

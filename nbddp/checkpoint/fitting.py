@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nbddp.checkpoint.memory import expanded, memory_of, place_of
 from nbddp.checkpoint.misfit import Misfit, Misfits
 from nbddp.checkpoint.names import bare, match, module_names, own_names, translated, versions_for, wrappers_in
 from nbddp.checkpoint.normalization import swap_hint
@@ -32,6 +33,7 @@ class Fit:
         misfits: what does not fit, by names without wrappers.
         unfit: the model's own names of the entries in `state` that don't fit it.
         casts: how many tensors change their dtype, by both.
+        infinite: those in which finite values become inf by that.
         wrappers: parts that were left out of the file's names.
         below: the leading attribute that was left out of them.
     """
@@ -40,6 +42,7 @@ class Fit:
     misfits: Misfits
     unfit: set[str] = field(default_factory=set)
     casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
+    infinite: list[str] = field(default_factory=list)
     wrappers: set[str] = field(default_factory=set)
     below: str = ""
 
@@ -48,13 +51,14 @@ class Target:
     """A model that something is to be loaded into: its entries, their names without wrappers, and which of them are one tensor.
 
     Raises:
-        CheckpointError: for a model whose tensors have no memory yet.
+        CheckpointError: for a model whose tensors have no memory yet, or can't be written to.
     """
 
     def __init__(self, model: nn.Module) -> None:
         _check_ready(model)
         self.model = model
-        self.state: dict[str, Any] = model.state_dict(keep_vars=True)
+        self.state: dict[str, Any] = model.state_dict()  # without arguments: a method of the model's own may take none
+        _check_writable(model, self.state)
         self.names = own_names(model, self.state)
         self.paths = module_names(model)
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -66,9 +70,18 @@ class Target:
         """Groups of names, as torch knows them, that are one tensor."""
         groups = defaultdict(list)
         for name, value in self.state.items():
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-                groups[value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype].append(name)
+            if isinstance(value, torch.Tensor) and (place := place_of(value)) is not None:
+                groups[place].append(name)
         return [names for names in groups.values() if len(names) > 1]
+
+    def overwritten(self, given: Mapping[str, Any]) -> list[str]:
+        """Names of those that are parts or other views of one memory, and that do not hold what they were given: another was written over them."""
+        views = defaultdict(list)
+        for name, value in self.state.items():
+            if isinstance(value, torch.Tensor) and (memory := memory_of(value)) is not None:
+                views[memory].append(name)
+        shared = [name for names in views.values() if len(names) > 1 for name in names if name in given]
+        return [name for name in shared if not same(self.state[name], given[name].to(self.state[name].device, self.state[name].dtype))]
 
     def decides_itself(self) -> bool:
         """Whether code other than torch's own takes part in loading, so that only loading tells what fits."""
@@ -91,6 +104,18 @@ def _check_ready(model: nn.Module) -> None:
             raise CheckpointError(message)
 
 
+def _check_writable(model: nn.Module, state: Mapping[str, Any]) -> None:
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            message = f"{type(model).__name__} can't be loaded into: {name} was made in torch.inference_mode(), and can be written to only within it"
+            raise CheckpointError(message)
+        if expanded(tensor):
+            message = f"{type(model).__name__} can't be loaded into: elements of {name} are one in memory, as expand() makes them; .clone() separates them"
+            raise CheckpointError(message)
+
+
 def fit(target: Target, found: Found, *, strict: bool = True) -> Fit:
     """Compare a model with what was found in a file.
 
@@ -110,6 +135,11 @@ def fit(target: Target, found: Found, *, strict: bool = True) -> Fit:
     names = {"missing": set(misfits.of("missing")), "unexpected": set(misfits.of("unexpected")), "other": set(misfits.of("shape", "dtype", "tied"))}
     if (hint := swap_hint(target.modules, target.names.values(), names, found.norm)) is not None:
         misfits.hints.append(hint)
+        misfits.solved = True
+    for name, kind in found.norm.items():
+        became = getattr(target.modules.get(name), "batch_norm_became", None)  # where a swap notes it
+        if {kind, became} == {"layer", "group"}:
+            misfits.rows.append(Misfit("norm", name, f"became {became} in the model, and {kind} in that of the file: other numbers from the same weights"))
     return result
 
 
@@ -149,6 +179,7 @@ def _fit(target: Target, state: Mapping[str, Any], below: str = "") -> Fit:
             result.unfit.add(raw)
         elif raw not in filled and isinstance(own, torch.Tensor) and own.dtype != given[raw].dtype:
             result.casts[given[raw].dtype, own.dtype] += 1
+            result.infinite += [plain] if _becomes_infinite(given[raw], own.dtype) else []
     raw_of = {plain: raw for raw, plain in target.paths.items()}
     for name, other in rest.items():
         if name not in pairs and bare(other or name) not in target.fleeting:
@@ -173,7 +204,7 @@ def _below(name: str, lead: str) -> str | None:
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else None
 
 
 def _may_be_missing(target: Target, raw: str, versions: Mapping[str, Any] | None) -> bool:
@@ -209,7 +240,7 @@ def same(one: object, other: object) -> bool:
     """Whether two tensors have the same values; nan is the same as nan."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other
-    if one is other or (one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()):
+    if one is other or ((place := place_of(one)) is not None and place == place_of(other)):
         return True
     if one.dtype != other.dtype:
         one, other = (value.detach().to(torch.complex128 if value.is_complex() else torch.float64) for value in (one, other))
@@ -221,6 +252,10 @@ def _misfit(name: str, own: object, value: object) -> Misfit | None:
         return None
     if not isinstance(value, torch.Tensor):
         return Misfit("dtype", name, f"the model has a tensor, the file a {type(value).__name__}")
+    if value.is_meta:
+        return Misfit("dtype", name, "the file has no values for it: it was on the meta device")
+    if (mine := _storage(own)) != (theirs := _storage(value)):
+        return Misfit("dtype", name, f"the model has a {mine} tensor, the file a {theirs} one")
     if own.shape != value.shape and not (own.dim() == 0 and value.shape == (1,)):  # as torch before 0.4 wrote scalars
         return Misfit("shape", name, f"the model has {tuple(own.shape)}, the file {tuple(value.shape)}")
     if not _can_cast(value, own.dtype):
@@ -228,8 +263,21 @@ def _misfit(name: str, own: object, value: object) -> Misfit | None:
     return None
 
 
+def _storage(tensor: torch.Tensor) -> str:
+    """How a tensor keeps its values; torch copies none into one that keeps them otherwise."""
+    if tensor.is_nested:
+        return "nested"
+    return "quantized" if tensor.is_quantized else "dense" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+
+
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _becomes_infinite(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or value.layout is not torch.strided:
+        return False
+    return bool((value.detach().to(dtype).double().isinf() & value.detach().double().isfinite()).any())
 
 
 def _can_cast(value: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -240,4 +288,5 @@ def _can_cast(value: torch.Tensor, dtype: torch.dtype) -> bool:
         return False
     if dtype.is_floating_point or value.is_quantized or value.layout is not torch.strided:
         return True
-    return same(value.detach().to(dtype).to(value.dtype), value.detach())
+    cast = value.detach().to(dtype)
+    return same(cast.to(value.dtype), value.detach()) and same(cast.double(), value.detach().double())  # integers wrap around, and back

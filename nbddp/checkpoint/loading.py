@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.checkpoint.contents import Found
 from nbddp.checkpoint.fitting import Target, fit
-from nbddp.checkpoint.misfit import Misfit, Misfits
+from nbddp.checkpoint.misfit import SHOWN, Misfit, Misfits, readable
 from nbddp.checkpoint.names import bare
 from nbddp.checkpoint.undo import Undo
 from nbddp.checkpoint.writing import first_line
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LOAD_HINT = "the model is unchanged"
 _NAMES = ("missing", "unexpected")
+_LINE = 300
+_NAMED = 4
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Loaded:
         entries: how many entries of the file went into the model.
         left: what did not fit and was left out, which `strict=False` allows.
         casts: how many tensors were cast, by the dtypes of file and model.
+        infinite: names of those in which finite values became inf by that.
         wrappers: parts that were left out of the file's names.
         below: the attribute that was left out of them.
     """
@@ -42,6 +45,7 @@ class Loaded:
     entries: int
     left: Misfits = field(default_factory=lambda: Misfits([], {}, {}))
     casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
+    infinite: list[str] = field(default_factory=list)
     wrappers: set[str] = field(default_factory=set)
     below: str = ""
 
@@ -60,6 +64,9 @@ class Loaded:
         if self.found.others:
             there = ".".join(self.found.where)
             said.append(f"from its entry {there}, not {' or '.join(self.found.others)}")
+        if self.infinite:
+            more = f" and {len(self.infinite) - _NAMED} more" if len(self.infinite) > _NAMED else ""
+            said.append(f"values became inf, which the model's dtype can't hold: {', '.join(map(readable, self.infinite[:_NAMED]))}{more}")
         if self.left:
             said.append(f"{self.entries} {'entry' if self.entries == 1 else 'entries'} loaded, left out:\n  " + "\n  ".join(self.left.lines()))
         return said
@@ -101,7 +108,10 @@ def load_found(model: nn.Module, found: Found, *, strict: bool, what: str, undo:
         raise CheckpointError(_refusal(model, what, unfit))
     kept = Undo(model) if undo else None
     try:
-        answer = model.load_state_dict(fitted.state, strict=False)
+        answer = model.load_state_dict(copy.copy(fitted.state), strict=False)  # a method of the model's own may take entries out
+        tells = hasattr(answer, "missing_keys")
+        if strict and not tells:
+            model.load_state_dict(fitted.state, strict=True)  # which raises where it would have told
     except BaseException as error:
         if kept is not None:
             kept.restore()
@@ -109,15 +119,19 @@ def load_found(model: nn.Module, found: Found, *, strict: bool, what: str, undo:
             raise
         unfit.rows = [row for row in unfit.rows if row.kind not in _NAMES]
         raise CheckpointError(_refusal(model, what, unfit, error)) from error  # what torch, and the user's hooks and extra states, make of a file
-    if asks:  # code of the model's own knows names that are in no state dict
+    if not tells:
+        unfit.rows = [row for row in unfit.rows if not strict or row.kind not in _NAMES]
+    elif asks:  # code of the model's own knows names that are in no state dict
         left = [] if strict else [row for row in unfit.rows if row.kind not in _NAMES]
         left += [Misfit("missing", target.names.get(name, name)) for name in answer.missing_keys if name not in fitted.unfit]
         unfit.rows = left + [Misfit("unexpected", bare(name)) for name in answer.unexpected_keys]
-    if strict and unfit:
+    over = [] if asks else target.overwritten({name: fitted.state[name] for name in fits})
+    unfit.rows += [Misfit("tied", target.names[name], "shares memory with another entry, and the file has different values for them") for name in over]
+    if over or (strict and unfit):
         if kept is not None:
             kept.restore()
         raise CheckpointError(_refusal(model, what, unfit))
-    return Loaded(found, len(fits), unfit, fitted.casts, fitted.wrappers, fitted.below)
+    return Loaded(found, len(fits), unfit, fitted.casts, fitted.infinite, fitted.wrappers, fitted.below)
 
 
 def _refusal(model: nn.Module, what: str, unfit: Misfits, error: Exception | None = None) -> str:
@@ -125,8 +139,15 @@ def _refusal(model: nn.Module, what: str, unfit: Misfits, error: Exception | Non
     if error is None or (of_torch and unfit):
         shown = "\n  ".join(unfit.lines())
         return f"{what} does not fit {type(model).__name__}; {LOAD_HINT}:\n  {shown}"
-    said = str(error).strip() if of_torch else f"{type(error).__name__}: {first_line(error)}"
+    said = _cut(str(error)) if of_torch else f"{type(error).__name__}: {first_line(error)}"
     return f"{what} could not be loaded into {type(model).__name__}; {LOAD_HINT}: {said}"
+
+
+def _cut(text: str) -> str:
+    """The lines of torch, of which there may be one for each entry of a model, as a short table."""
+    first, *rest = (line.strip() for line in text.strip().splitlines())
+    more = [f"and {len(rest) - SHOWN} more"] if len(rest) > SHOWN else []
+    return "\n  ".join([first, *(readable(line, _LINE) for line in rest[:SHOWN]), *more])
 
 
 def misfits(model: nn.Module, state: Mapping[str, Any] | Found) -> list[str]:

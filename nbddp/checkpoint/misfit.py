@@ -11,15 +11,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 SHOWN = 12
+_LONGEST = 120
 _CANDIDATES = 2000
 """Names among which the nearest is looked for: the search takes 0.1 ms for each."""
+
+
+def readable(name: object, length: int = _LONGEST) -> str:
+    """A name out of a file, where anything may stand: in one line, without what a terminal would obey, and with its middle cut out where it is long."""
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(name))
+    if len(text) > length:
+        text = f"{text[: length // 2 - 1]}…{text[-(length // 2) :]}"
+    return text if text.strip() else repr(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
     """One entry that does not fit.
 
-    `kind` is missing (from the file), unexpected (in it), shape, dtype, or tied (two values for what is one tensor in the model); `name` has no wrappers in it.
+    `kind` is missing (from the file), unexpected (in it), shape, dtype, tied (two values for what is one tensor in the model), or norm (another
+    normalization layer with the same entries); `name` has no wrappers in it.
     """
 
     kind: str
@@ -38,6 +48,7 @@ class Misfits:
         hints: what fits instead, a line each.
         modules: names of the model's modules.
         explained: whether the hints say already what the names on one side begin with.
+        solved: whether the hints say all there is to say.
     """
 
     rows: list[Misfit]
@@ -46,6 +57,7 @@ class Misfits:
     hints: list[str] = field(default_factory=list)
     modules: frozenset[str] = frozenset()
     explained: bool = False
+    solved: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -56,6 +68,8 @@ class Misfits:
 
     def lines(self, limit: int | None = SHOWN) -> list[str]:
         """The table: hints first, then a line for each entry and, beyond the limit, one that counts the rest."""
+        if self.solved:
+            return [*self.hints, ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.rows).items())]
         prefix = None if self.explained else _prefix(self)
         covered = set() if prefix is None else prefix.covered
         rows = [row for row in self.rows if (row.kind, row.name) not in covered]
@@ -63,7 +77,7 @@ class Misfits:
         kept = len(rows) if limit is None else max(0, limit - len(first) - len(self.hints))
         if len(rows) > kept:
             kept = max(0, kept - 1)
-        shown = [(row.kind, row.name, row.detail or self._nearest(row, covered, look=place < SHOWN)) for place, row in enumerate(rows[:kept])]
+        shown = [(row.kind, readable(row.name), row.detail or self._nearest(row, covered, look=place < SHOWN)) for place, row in enumerate(rows[:kept])]
         kinds = max((len(kind) for kind, _, _ in shown), default=0)
         names = max((len(name) for _, name, _ in shown), default=0)
         table = [f"{kind.ljust(kinds)}  {name.ljust(names)}  {detail}".rstrip() for kind, name, detail in shown]
@@ -83,7 +97,7 @@ class Misfits:
         ends = [name for name in left if name.rpartition(".")[2] == row.name.rpartition(".")[2]]
         alike = [name for name in ends if shapes.get(name) == mine.get(row.name)]
         near = next((found for names in (alike, ends, left) if (found := difflib.get_close_matches(row.name, names[:_CANDIDATES], n=1))), [])
-        return f"in {where} alone" + (f"; {other} has {near[0]}" if near else "")
+        return f"in {where} alone" + (f"; {other} has {readable(near[0])}" if near else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +116,8 @@ class _Prefix:
             pick = f"{{name.removeprefix({first!r}): value for name, value in nbddp.load_checkpoint(FILE).items() if name.startswith({first!r})}}"
             return f"the file has the model's names behind {' and behind '.join(map(repr, self.texts))}: choose one, as in model.load_state_dict({pick})"
         if self.in_file:
-            remedy = f"{{name.removeprefix({first!r}): value for name, value in nbddp.load_checkpoint(FILE).items()}} has the names of the model"
+            state = f"{{name.removeprefix({first!r}): value for name, value in nbddp.load_checkpoint(FILE).items()}}"
+            remedy = f"model.load_state_dict({state}) loads it"
             return f"{names} in the file that don't fit begin with {first!r}, which the model's lack: {remedy}"
         remedy = f": load into that part of it, nbddp.load_checkpoint(FILE, net.{first[:-1]})" if first[:-1] in modules else ""
         return f"{names} in the model that don't fit begin with {first!r}, which the file's lack{remedy}"

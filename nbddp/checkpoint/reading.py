@@ -16,14 +16,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nbddp.checkpoint import tensorfile
+from nbddp.checkpoint.folder import SUFFIXES, part_of
+from nbddp.checkpoint.misfit import readable
 from nbddp.checkpoint.writing import FORMAT, VERSION, first_line
 from nbddp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar")
-"""Of the files among which one that is missing is looked for; what a file is is told from its content alone."""
 _LISTED = 8
 _HEAD = 64
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
@@ -69,13 +69,14 @@ def read(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         message = f"{path} is not a complete checkpoint: it is a safetensors file that was cut off or damaged ({said[:120]})"
         raise CheckpointError(message) from error
     except OSError as error:
-        message = f"{path} can't be read: {error.strerror}"
+        message = f"{readable(path)} can't be read: {error.strerror}"
         raise CheckpointError(message) from error
     except Exception as error:  # whatever the bytes of a file make of torch's reader
         message = f"{path} is not a complete checkpoint ({first_line(error)[:200]})"
         raise CheckpointError(message) from error
     if problem is not None:
-        message = f"{path} {problem}"
+        parts = part_of(path) if "it is a text" in problem else ""
+        message = f"{path} {problem}" + (f"; {parts}" if parts else "")
         raise CheckpointError(message)
     if isinstance(content, nn.Module):
         content = content.state_dict()
@@ -99,11 +100,18 @@ def _content(path: Path, *, weights_only: bool) -> Any:
 def _missing(path: Path) -> str:
     """That a file is not there, and which checkpoints are where it was looked for, the nearest names first."""
     folder = path.parent
-    names = sorted(other.name for other in folder.iterdir() if other.suffix in SUFFIXES) if folder.is_dir() else []
+    names = sorted(other.name for other in _files(folder) if other.suffix in SUFFIXES and other.is_file())
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.55) if len(names) > _LISTED else []
     listed = [*near, *(name for name in names if name not in near)]
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     return f"no checkpoint {path}" + (f"; {'the working directory' if folder == Path() else folder} has {', '.join(listed[:_LISTED])}{more}" if listed else "")
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # not there, no folder, or not to be looked into
+        return []
 
 
 @contextlib.contextmanager
@@ -135,7 +143,7 @@ def _problem(path: Path) -> str | None:
         return _zip_problem(path, size)
     if head.startswith(_TORCH_BEFORE_ZIP):
         return None
-    return tensorfile.problem(head, size) if tensorfile.looks_like_one(head) else f"can't be read: it is {_kind(head, size)}, not a checkpoint"
+    return tensorfile.problem(head, size) if tensorfile.looks_like_one(head) else f"can't be read: it is {_kind(head, size)}"
 
 
 def _zip_problem(path: Path, size: int) -> str | None:
@@ -156,7 +164,11 @@ def _zip_problem(path: Path, size: int) -> str | None:
 def _kind(head: bytes, size: int) -> str:
     for start, kind in _KINDS.items():
         if head.startswith(start):
-            return kind
+            return kind if ":" in kind else f"{kind}, not a checkpoint"
+    return f"{_unknown(head, size)}, not a checkpoint"
+
+
+def _unknown(head: bytes, size: int) -> str:
     if not head.strip(b"\0"):
         return "zeros, as a machine that went down may leave"
     if head.startswith(_PICKLE):
@@ -174,7 +186,8 @@ def _pickled(error: pickle.UnpicklingError) -> str:
         return "is not a complete checkpoint: its pickle is cut off"
     named = re.search(r"GLOBAL ([\w.]+)", text)
     what = f" ({named[1]})" if named else ""
-    return f"can't be read: it holds pickled objects beside tensors{what}; weights_only=False runs what they say, for files that you trust"
+    remedy = "nbddp.load_checkpoint(FILE, weights_only=False) runs what they say, for files that you trust"
+    return f"can't be read: it holds pickled objects beside tensors{what}; {remedy}"
 
 
 def check_bytes(path: Path) -> None:

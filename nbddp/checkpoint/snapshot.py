@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from nbddp.checkpoint.memory import place_of
 from nbddp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def model_state(model: nn.Module, copy: Copy = _copy) -> OrderedDict[str, Any]:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             state[key] = plain(value, f"model[{key!r}]", copy)
             continue
-        same = (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value.dtype) if value.numel() else key
+        same: object = key if (place := place_of(value)) is None else place
         if same not in copies:
             copies[same] = copy(value, f"model[{key!r}]")
         state[key] = copies[same]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nbddp.checkpoint.memory import expanded
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,7 +37,8 @@ class Undo:
             store.clear()
             store.update(before)
         for tensor, value in self._values:
-            tensor.data.copy_(value)  # by .data, which autograd does not count as a change
+            if not expanded(tensor):  # to which nobody can write
+                tensor.data.copy_(value)  # by .data, which autograd does not count as a change
         for take, state in self._extra:
             with contextlib.suppress(Exception):  # the user's own code, which may be what failed
                 take(state)

@@ -75,12 +75,14 @@ class Evaluator:
         Raises:
             StepError: a hook breaks its rule.
         """
+        __tracebackhide__ = True
         values = self._means(batches, precision, tick)
         metrics = None if values is None else self._metrics.compute(trial=trial)
         return None if values is None or metrics is None else self._joined(values, metrics)
 
     def _means(self, batches: Iterable[tuple[Any, Micro]], precision: str, tick: Callable[[], bool]) -> dict[str, float] | None:
         """Run the steps; return the means of loss and scalars over all ranks. The metrics have taken this rank's batches in."""
+        __tracebackhide__ = True
         signature, sums = Signature(self._name), Sums()
         self._metrics.reset()
         with evaluating(self._model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -307,18 +307,25 @@ def _named(name: str) -> Iterator[None]:
         raise
 
 
+def like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Other values under the keys of a mapping, in one of its own type."""
+    if type(mapping) is dict:
+        return items
+    if isinstance(mapping, MutableMapping):  # by copying, since constructors differ: that of a defaultdict takes a factory first
+        other = copy.copy(mapping)
+        for key, item in items.items():
+            other[key] = item
+        return other
+    return type(mapping)(items)  # type: ignore[call-arg]  # as every immutable mapping can be made
+
+
 def widened(value: Any) -> Any:
     """Half-precision tensors as float32, through dicts, sequences and namedtuples; the rest stays as it is."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, Mapping):
         changed = {key: new for key, item in value.items() if (new := widened(item)) is not item}
-        if not changed:
-            return value
-        other: Any = copy.copy(value)  # of the mapping's own type, whatever its constructor takes
-        for key, item in changed.items():
-            other[key] = item
-        return other
+        return like(value, dict(value) | changed) if changed else value
     if isinstance(value, list | tuple):
         items = [widened(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nbddp.evaluation.errors import StepError
-from nbddp.evaluation.metrics import widened
+from nbddp.evaluation.metrics import like, widened
 
 
 class Outputs:
@@ -39,6 +39,9 @@ class Outputs:
             return tensor
 
         self._mapped(output, "output", take)
+        if not found:
+            message = f"{self._source} returned an output without a tensor in it, a {type(output).__name__}: there is nothing to join"
+            raise StepError(message)
         if not self._at:
             self._begin(output, found)
         if found.keys() != self._columns.keys():
@@ -62,6 +65,9 @@ class Outputs:
         self.whole = self._mapped(output, "output", lambda _, name: self._columns[name])
 
     def _check_length(self, tensor: torch.Tensor, name: str, count: int) -> None:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            message = f"{self._source} returned an {name} that is no dense tensor: .to_dense(), .dequantize() or a padded tensor can be joined"
+            raise StepError(message)
         if not tensor.ndim or len(tensor) != count:
             message = (
                 f"{self._source} returned an {name} of shape {tuple(tensor.shape)} for a batch of {count}: its first dimension must be that of the samples"
@@ -76,18 +82,13 @@ class Outputs:
             return None
         if isinstance(value, Mapping):
             items = {key: self._mapped(item, f"{name}[{key!r}]", function) for key, item in value.items()}
-            if type(value) is dict:
-                return items
-            other: Any = copy.copy(value)  # of the mapping's own type, whatever its constructor takes
-            for key, item in items.items():
-                other[key] = item
-            return other
+            return like(value, items)
         if isinstance(value, list | tuple):
             fields = getattr(value, "_fields", None)
             parts = [self._mapped(item, f"{name}[{i}]" if fields is None else f"{name}.{fields[i]}", function) for i, item in enumerate(value)]
             return type(value)(*parts) if fields is not None else type(value)(parts)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            other = copy.copy(value)
+            other: Any = copy.copy(value)
             for field in dataclasses.fields(value):
                 object.__setattr__(other, field.name, self._mapped(getattr(value, field.name), f"{name}.{field.name}", function))
             return other

@@ -35,6 +35,7 @@ def predict(model: nn.Module, hooks: Hooks, batches: Iterable[tuple[Any, Micro]]
     Raises:
         StepError: there are no outputs, or they can't be joined.
     """
+    __tracebackhide__ = True
     of_loss = hooks.validation_name == "loss"
     source, output_of = ("the model", model_output) if of_loss else (hooks.validation_name, _step_output(hooks))
     outputs = Outputs(n, source)
@@ -52,6 +53,7 @@ def predict(model: nn.Module, hooks: Hooks, batches: Iterable[tuple[Any, Micro]]
 
 def _step_output(hooks: Hooks) -> Callable[[nn.Module, Any], Any]:
     def output_of(model: nn.Module, batch: Any) -> Any:
+        __tracebackhide__ = True
         return read_result(hooks.validation_step(model, batch), hooks.validation_name, training=False).output
 
     return output_of
@@ -63,6 +65,7 @@ def model_output(model: nn.Module, batch: Any) -> Any:
     A batch of several parts is `(*inputs, target)`, as in training, unless `forward` needs all of them; one of a single part, and one that is no sequence,
     is the input.
     """
+    __tracebackhide__ = True
     parts = list(batch) if isinstance(batch, list | tuple) else [batch]
     if len(parts) > 1 and not (_takes(model, len(parts)) and not _takes(model, len(parts) - 1)):
         parts = parts[:-1]

@@ -27,6 +27,19 @@ def names_of(shell: InteractiveShell, local_ns: Mapping[str, Any] | None) -> dic
     return {**shell.user_ns, **(local_ns or {})}
 
 
+def is_bound(name: str, value: object) -> bool:
+    """Whether a name of the notebook, where there is one, still stands for an object, or for what wraps it."""
+    from IPython import get_ipython
+
+    from nbddp.wrappers import inside
+
+    shell = get_ipython()
+    there = value if shell is None else shell.user_ns.get(name, value)
+    while there is not value and (inner := inside(there)) is not None:
+        there = inner[1]
+    return there is value
+
+
 def binder(shell: InteractiveShell, name: str | None) -> Bind:
     """Return what binds a run to a name of the notebook (`run` where none was asked for); a variable that is no run stays, and that is said."""
     target = name or DEFAULT_NAME
@@ -35,6 +48,7 @@ def binder(shell: InteractiveShell, name: str | None) -> Bind:
         there = shell.user_ns.get(target, run)
         if isinstance(there, type(run)):
             shell.user_ns[target] = run
+            run.called = target  # type: ignore[attr-defined]  # a Run, which this module does not import
         else:
             say(f"{target} is a variable of yours ({type(there).__name__}) and stays; --as NAME names the run, nbddp.last_run is it")
 

@@ -156,7 +156,7 @@ def _values(option: Option, fragment: str, names: Mapping[str, Any]) -> list[Off
 
 
 def _norms() -> tuple[str, ...]:
-    from nbddp.rules import NORMS
+    from nbddp.values import NORMS
 
     return NORMS
 

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from nbddp import checkpoint
-from nbddp.errors import ConfigError
+from nbddp.checkpoint.misfit import readable
+from nbddp.config import TrainConfig
+from nbddp.errors import CheckpointError, ConfigError
 from nbddp.kernel import weights
 from nbddp.kernel.entry import NOT_TOLD, plain_text
 from nbddp.kernel.table import CheckpointEntry
@@ -108,7 +110,7 @@ class StateDiff(Table[DiffEntry]):
 
     def _cells(self, row: DiffEntry) -> tuple[str, ...]:
         largest = "" if row.max_abs is None else value_text(row.max_abs)
-        return (row.name, row.kind, row.detail, largest, "" if row.relative is None else value_text(row.relative))
+        return (readable(row.name), row.kind, row.detail, largest, "" if row.relative is None else value_text(row.relative))
 
     def _above(self) -> list[str]:
         options = [f"{name} {plain_text(mine)} → {plain_text(theirs)}" for name, (mine, theirs) in self.config.items()]
@@ -117,8 +119,9 @@ class StateDiff(Table[DiffEntry]):
     def _shown(self) -> tuple[list[DiffEntry], list[str]]:
         """The rows of the table, and what stands below it."""
         differ = [row for row in self._rows if row.kind != "same"]
-        same = [row.name for row in self._rows if row.kind == "same"]
-        more = [f"and {len(differ) - _SHOWN} more that differ less"] if len(differ) > _SHOWN else []
+        same = [readable(row.name) for row in self._rows if row.kind == "same"]
+        less = " that differ less" if len(differ) > _SHOWN and differ[_SHOWN].relative is not None else ""
+        more = [f"and {len(differ) - _SHOWN} more{less}"] if len(differ) > _SHOWN else []
         rest = f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
         return differ[:_SHOWN], [*more, *([f"equal: {', '.join(same[:_NAMED])}{rest}"] if same and differ else [])]
 
@@ -150,7 +153,15 @@ def diff(run: Trained, other: object, which: str | int) -> StateDiff:
     this, config = f"{short_id(run.id)}, {path.stem}", mine.get("config") or run.config.to_json()
     state, called, their_config = _weights_of(other, which)
     ours = checkpoint.state_of(mine, path)
+    _check_values(ours, this)
+    _check_values(state, called)
     return StateDiff(compare(ours, state), this, called, {} if their_config is None else _options(config, their_config))
+
+
+def _check_values(state: Mapping[str, Any], called: str) -> None:
+    if (name := next((name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta), None)) is not None:
+        message = f"run.diff: {readable(name)} of {called} is on the meta device and has no values to compare"
+        raise ConfigError(message)
 
 
 def _weights_of(other: object, which: str | int) -> tuple[Mapping[str, Any], str, Mapping[str, Any] | None]:
@@ -161,30 +172,38 @@ def _weights_of(other: object, which: str | int) -> tuple[Mapping[str, Any], str
     if isinstance(other, nn.Module):
         return other.state_dict(), type(other).__name__, None
     if isinstance(other, Mapping):
-        if not other or not all(isinstance(name, str) for name in other):
-            message = "run.diff was given a dict that is no state dict: it has entries by name"
+        if not all(isinstance(name, str) for name in other) or not any(isinstance(value, torch.Tensor) for value in other.values()):
+            message = "run.diff was given a dict that is no state dict: it has tensors by name"
             raise ConfigError(message)
         return other, "a state dict", None
     if isinstance(other, CheckpointEntry):
         other = other.path
-    if isinstance(other, str | Path) and not Path(other).expanduser().is_file():
-        if (path := Path(other).expanduser()).suffix in checkpoint.SUFFIXES:
-            checkpoint.read(path)  # says that it is not there, and what is
-        other = attach(other)
+    if isinstance(other, str | Path):
+        place = checkpoint.Place.of(other)
+        is_file = place.is_there and not place.is_folder
+        other = place.path if is_file or place.path.suffix in checkpoint.SUFFIXES else attach(other)  # of one that is not there `read` says what is
     if isinstance(other, Run):
         content = checkpoint.read(path := weights.file_of(other.files, which))
         return checkpoint.state_of(content, path), f"{short_id(other.id)}, {path.stem}", content.get("config") or other.config.to_json()
-    if not isinstance(other, str | Path):
+    if not isinstance(other, Path):
         message = f"run.diff takes a run, its id or directory, a checkpoint file, a state dict or a module, not a {type(other).__name__}"
         raise ConfigError(message)
-    content = checkpoint.read(path := Path(other).expanduser())
+    content = checkpoint.read(path := other)
     ours = isinstance(content.get("config"), dict) and content.get("format") == checkpoint.FORMAT
     return checkpoint.state_of(content, path), str(other), content["config"] if ours else None
 
 
 def _options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names = [*mine, *(name for name in theirs if name not in mine)]
-    return {name: (mine.get(name), theirs.get(name)) for name in names if name not in NOT_TOLD and mine.get(name) != theirs.get(name)}
+    """The options that differ; one that was not given has its default."""
+    names = [name for name in dict.fromkeys([*mine, *theirs]) if name not in NOT_TOLD]
+    pairs = {name: (mine.get(name, _default(name)), theirs.get(name, _default(name))) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _default(name: str) -> Any:
+    """What an option is that was not given; `default` where that depends on others."""
+    field = TrainConfig.model_fields.get(name)
+    return "default" if field is None or field.default is None else field.default
 
 
 def compare(state: Mapping[str, Any], other: Mapping[str, Any]) -> list[DiffEntry]:
@@ -205,7 +224,7 @@ def _order(row: DiffEntry) -> tuple[int, float]:
 
 def _entry(name: str, mine: object, theirs: object) -> DiffEntry:
     if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
-        same = _equal(mine, theirs)
+        same = _equal(_as_written(mine), _as_written(theirs))
         return DiffEntry(name, "same" if same else "values", detail="" if same else f"{_described(mine)} → {_described(theirs)}")
     if mine.shape != theirs.shape:
         return DiffEntry(name, "shape", detail=f"{tuple(mine.shape)} → {tuple(theirs.shape)}")
@@ -268,6 +287,14 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.asarray(np.where(first > second, unsigned[0] - unsigned[1], unsigned[1] - unsigned[0]), dtype=np.float64))
 
 
+def _as_written(value: object) -> object:
+    """An extra state as a checkpoint would hold it, where one can."""
+    try:
+        return checkpoint.plain(value, "an extra state")
+    except CheckpointError:
+        return value
+
+
 def _equal(one: object, other: object) -> bool:
     """Whether two extra states are the same, tensors in them included."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -276,7 +303,12 @@ def _equal(one: object, other: object) -> bool:
         return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(one, float | complex) and isinstance(other, float | complex) and one != one and other != other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # noqa: BLE001 - objects of the user's, which compare as they like
+        return False
 
 
 def _described(value: object) -> str:

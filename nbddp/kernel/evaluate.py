@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import TensorDataset
 
 from nbddp import rng
@@ -52,6 +53,7 @@ class Asked:
 
 def evaluate(run: Trained, asked: Asked) -> dict[str, float]:
     """The values that the run's validation records, for other data; see `Run.evaluate`."""
+    __tracebackhide__ = True
     with _opened(run, asked) as work:
         evaluator = Evaluator(work.model, work.hooks, Ranks.single(work.device), lambda text: warnings.warn(text, stacklevel=2))
         # As many shares per batch as the run had ranks: steps meet the samples that they met there, and no more of them at a time.
@@ -62,6 +64,7 @@ def evaluate(run: Trained, asked: Asked) -> dict[str, float]:
 
 def predict(run: Trained, asked: Asked) -> Any:
     """The outputs of all samples, on the CPU; see `Run.predict`."""
+    __tracebackhide__ = True
     with _opened(run, asked) as work:
         size = work.batch_size if asked.batch_size else -(-work.batch_size // work.nproc)
         return predict_outputs(work.model, work.hooks, work.batches(size), work.n, precision=work.precision, device=work.device)
@@ -107,13 +110,18 @@ def _opened(run: Trained, asked: Asked) -> Iterator[_Work]:
     plan = Plan.from_json(run.spec["plan"])
     device = _device(asked, own, plan)
     batch_size = asked.batch_size or int(str(options.get("val_batch_size", plan.val_batch_size)))
-    with rng.seeded(device, "evaluation", run.config.seed), importable(run.files):  # a step may import what it needs when it is called
+    dtype, matmul = run.spec["interpreter"]["default_dtype"], str(run.spec["matmul_precision"])
+    with (
+        torch_defaults(device, dtype=dtype, matmul_precision=matmul),  # hooks and model are rebuilt under them too
+        rng.seeded(device, "evaluation", run.config.seed),
+        importable(run.files),  # a step may import what it needs when it is called
+    ):
         loaded = rebuilt(run.files)
         model, facts = (loaded.model, _load(loaded.model, run, asked.which)) if own is None else (own, {})
         stage = plan.stages[int(facts.get("stage", -1))]
         hooks = Hooks.of(loaded.hooks)
-        matmul = str(facts.get("matmul_precision", run.spec["matmul_precision"]))
-        with torch_defaults(device, dtype=run.spec["interpreter"]["default_dtype"], matmul_precision=matmul), _told(run, asked, loaded.cells):
+        matmul = str(facts.get("matmul_precision", matmul))
+        with torch_defaults(device, dtype=dtype, matmul_precision=matmul), _told(run, asked, loaded.cells):
             if own is None:
                 model.to(device)
             if isinstance(hooks.loss, nn.Module):
@@ -135,7 +143,11 @@ def _own_model(asked: Asked) -> nn.Module | None:
     if asked.which is not None:
         message = f"{asked.name}: which={asked.which!r} beside model=, which is evaluated with the weights that it has: leave one of them out"
         raise ConfigError(message)
-    return unwrapped(asked.model)
+    model = unwrapped(asked.model)
+    if (name := next((name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)), None)) is not None:
+        message = f"{asked.name}: {name} of the model is uninitialised: let the model see one batch first"
+        raise ConfigError(message)
+    return model
 
 
 def _data(asked: Asked) -> tuple[Any, dict[str, object], Any]:
@@ -166,6 +178,9 @@ def _device(asked: Asked, own: nn.Module | None, plan: Plan) -> torch.device:
     places = {tensor.device for tensor in (*own.parameters(), *own.buffers())}
     if given is not None and places - {given}:
         message = f"{asked.name}: device={asked.device}, and the model is on {min(map(str, places - {given}))}: move it there, model.to({str(given)!r})"
+        raise ConfigError(message)
+    if any(place.type == "meta" for place in places):
+        message = f"{asked.name}: the model is on the meta device, without values: give one that has been loaded, such as run.model()"
         raise ConfigError(message)
     first = next(iter(own.parameters()), None)
     return given or (read_device("cpu") if first is None else first.device)

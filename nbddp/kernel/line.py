@@ -361,4 +361,8 @@ def _norm(value: str | bool) -> object:
     if not all(pattern and kind for pattern, _, kind in pairs):
         message = f"norm={text}: every part must be pattern=value, as in encoder.*=sync,head=keep"
         raise ConfigError(message)
+    names = [pattern.strip() for pattern, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        message = f"norm={text}: {twice} stands there twice: keep one"
+        raise ConfigError(message)
     return {pattern.strip(): kind.strip() for pattern, _, kind in pairs}

@@ -178,6 +178,18 @@ class TrainMagics(Magics):
                 say(f"{given} is {ours} here")
 
 
+def _named_runs(options: Mapping[str, object], names: Mapping[str, Any]) -> dict[str, object]:
+    """Those of `--resume` and `--init` that name a variable which holds a run, as its directory."""
+    found: dict[str, object] = {}
+    for option in ("resume", "init"):
+        if (value := names.get(str(options.get(option)))) is not None:
+            from nbddp.kernel.run import Run
+
+            if isinstance(value, Run):
+                found[option] = str(value.dir)
+    return found
+
+
 def _checked_options(
     invocation: Invocation, names: Mapping[str, Any], hooks: Collection[str] = (), *, has_val: bool = False
 ) -> tuple[dict[str, object], Settings]:
@@ -190,14 +202,15 @@ def _checked_options(
     from nbddp.kernel.settings import Settings, read
 
     file = Settings()
+    written = {**invocation.options, **_named_runs(invocation.options, names)}
     try:
         if invocation.config is not None:
-            file = read(invocation.config, over=invocation.options, hooks=hooks, has_val=has_val, freeze_rb_layer=invocation.freeze_rb_layer)
-        config = TrainConfig(**{**{name: getattr(file.config, name) for name in file.config.given}, **invocation.options})
+            file = read(invocation.config, over=written, hooks=hooks, has_val=has_val, freeze_rb_layer=invocation.freeze_rb_layer)
+        config = TrainConfig(**{**{name: getattr(file.config, name) for name in file.config.given}, **written})
     except ConfigError as error:
         hints = [
             f"{value} is a variable of the notebook: write {{{value}}} for its value"
-            for name, value in invocation.options.items()
+            for name, value in written.items()
             if isinstance(value, str) and value.isidentifier() and value in names and f"{name}={value!r}" in str(error)
         ]
         message = "; ".join([str(error), *hints])

@@ -12,26 +12,30 @@ from torch import nn
 
 from nbddp import norm
 from nbddp.errors import ConfigError
+from nbddp.stage import trainable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from nbddp.config import TrainConfig
     from nbddp.plans import Plan
+    from nbddp.stage import Stage
 
 SMALL_BATCH = 16
 """Samples below which the statistics of a batch are noise."""
 
 _SHOWN = 4
-_LOST = {
-    "layer": "; running statistics are dropped",
-    "group": "; running statistics are dropped",
-    "none": "; weights and running statistics are dropped",
+_BECOMES = {
+    "layer": "LayerNorm over the channels of each sample (for images GroupNorm(1, C)); running statistics are dropped",
+    "group": "GroupNorm; running statistics are dropped",
+    "none": "Identity; weights and running statistics are dropped",
 }
 
 
-def decide(config: TrainConfig, model: nn.Module, plan: Plan) -> tuple[dict[str, str], list[str]]:
+def decide(config: TrainConfig, model: nn.Module, plan: Plan, *, asked: bool) -> tuple[dict[str, str], list[str]]:
     """What becomes, or became, of which BatchNorm layer, by name, as `norm.apply` takes it; and what there is to say, a line each.
+
+    `asked` says that the option was written in the cell, rather than carried over from a run.
 
     Raises:
         ConfigError: for patterns that fit no layer, lazy layers, layers that can't train as they are, and what a masked network forbids.
@@ -39,7 +43,7 @@ def decide(config: TrainConfig, model: nn.Module, plan: Plan) -> tuple[dict[str,
     device = torch.device(plan.device)
     layers = norm.batch_norm_layers(model)
     if not layers and (config.norm in ("auto", "keep") or isinstance(config.norm, str)):
-        idle = config.norm not in ("auto", "keep") and not any(norm.is_kind(module, str(config.norm), device) for module in model.modules())
+        idle = asked and config.norm not in ("auto", "keep") and not any(norm.is_kind(module, str(config.norm), device) for module in model.modules())
         return norm.became(model), [f"norm={config.norm} has no effect: the model has no BatchNorm"] if idle else []
     choice = norm.choose(model, _kinds(config.norm, plan.nproc), device=device)
     _check_masks(model, choice.kinds)
@@ -50,8 +54,27 @@ def decide(config: TrainConfig, model: nn.Module, plan: Plan) -> tuple[dict[str,
         message = f"norm=keep: {_listed(refused)} is torch's SyncBatchNorm, which trains on GPUs only: --norm auto has one for ranks on the CPU"
         raise ConfigError(message)
     if plan.nproc > 1 and own:
-        notes.append(_on_its_own(own, min(stage.micro_batch_size for stage in plan.stages), choice.left))
+        notes.append(_on_its_own(own, min(stage.micro_batch_size for stage in plan.stages), choice.left, by_pattern=not isinstance(config.norm, str)))
     return {**norm.became(model), **choice.kinds}, notes
+
+
+def check_stages(stages: Iterable[Stage], model: nn.Module, swaps: Mapping[str, str]) -> None:
+    """Whether the patterns of each stage match parameters that are there after the swap.
+
+    Raises:
+        ConfigError: names the stage.
+    """
+    gone = [name for name, kind in swaps.items() if kind == "none"]
+    if not gone:
+        return
+    with norm.swapped(model, swaps):
+        names = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for stage in stages:
+        try:
+            trainable(names, stage)
+        except ConfigError as error:
+            message = f"{error} norm=none leaves no parameters in {_listed(gone)}"
+            raise ConfigError(message) from None
 
 
 def _kinds(given: str | Mapping[str, str], nproc: int) -> str | dict[str, str]:
@@ -71,7 +94,8 @@ def _check_masks(model: nn.Module, kinds: Mapping[str, str]) -> None:
     if found:
         first = next(iter(found))
         others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        message = f"norm={kinds[first]} is refused for {first}{others}: {found[first]}. --norm sync and --norm none work there"
+        reason = found[first].removeprefix(f"{first} ")
+        message = f"norm={kinds[first]} is refused for {first or 'the model itself'}{others}: it {reason}. --norm sync and --norm none work there"
         raise ConfigError(message)
 
 
@@ -91,18 +115,21 @@ def _told(config: TrainConfig, model: nn.Module, kinds: Mapping[str, str], plan:
     lines = []
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name, other in kinds.items() if other == kind]
-        lines.append(f"norm: {_listed(names)} become{'s' if len(names) == 1 else ''} {norm.BECOMES[kind]}{_LOST.get(kind, '')}")
+        lines.append(f"norm: {_listed(names)} become{'s' if len(names) == 1 else ''} {_BECOMES.get(kind, norm.BECOMES[kind])}")
         few = [name for name in names if kind == "group" and norm.few_features(layers[name])]
         if few:
-            lines.append(f"norm=group: {_listed(few)}: {norm.few_features(layers[few[0]])}")
+            lines.append(f"note: {_listed(few)}: {norm.few_features(layers[few[0]])}")
     return lines
 
 
-def _on_its_own(names: list[str], per_rank: int, left: Mapping[str, str]) -> str:
+def _on_its_own(names: list[str], per_rank: int, left: Mapping[str, str], *, by_pattern: bool) -> str:
     """What it means that the statistics of layers are those of each rank."""
-    small = ", which is small" if per_rank < SMALL_BATCH else ""
-    why = next((f"; {reason}" for name, reason in left.items() if name in names and "forward of its own" in reason), "")
-    return f"note: BatchNorm ({_listed(names)}) uses the statistics of each rank's {per_rank} samples{small}; rank 0's running statistics are kept{why}"
+    samples = (
+        "one sample, on which features (N, C) can't train" if per_rank == 1 else f"{per_rank} samples" + (", which is small" if per_rank < SMALL_BATCH else "")
+    )
+    why = next((f"; {reason}" for name, reason in left.items() if name in names and "would be lost" in reason), "")
+    other = "; '*=auto' as the last pattern synchronises them" if by_pattern and not why else ""
+    return f"note: BatchNorm ({_listed(names)}) uses the statistics of each rank's {samples}; rank 0's running statistics are kept{why}{other}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -144,7 +144,8 @@ def complete(outlined: Outline, machine: Machine) -> Prepared:
     if point is not None:
         notes += inputs.stateful(request.data, outlined.train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
-    swaps, said = norms.decide(config, model, plan)
+    swaps, said = norms.decide(config, model, plan, asked="norm" in TrainConfig(**request.options).given)
+    norms.check_stages(stages, model, swaps)
     notes += said
     if point is not None:
         resume_rules.check_norm(point, model, swaps, config)

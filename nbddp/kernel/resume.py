@@ -117,9 +117,12 @@ def _point(path: Path, content: dict[str, Any], run: RunDir | None, model: nn.Mo
     if run is not None:
         _refuse_live(run)
     state = checkpoint.state_of(content, path)
-    layers = norm.batch_norm_layers(model)
-    with norm.swapped(model, {name: kind for name, kind in (content.get("norm") or {}).items() if name in layers}):
-        problems = checkpoint.misfits(model, state)
+    try:
+        with norm.swapped(model, content.get("norm") or {}):
+            problems = checkpoint.misfits(model, state)
+    except ConfigError as error:
+        message = f"{path} does not fit {type(model).__name__}, so that nothing can go on from it: {error}"
+        raise CheckpointError(message) from None
     if problems:
         shown = "\n  ".join(problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []))
         message = f"{path} does not fit {type(model).__name__}, so that nothing can go on from it:\n  {shown}"

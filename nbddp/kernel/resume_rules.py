@@ -81,11 +81,11 @@ def check_norm(point: ResumePoint, model: nn.Module, swaps: Mapping[str, str], c
         CheckpointError: where they do not.
     """
     with norm.swapped(model, swaps):
-        problems = checkpoint.misfits(model, checkpoint.state_of(checkpoint.read(point.path), point.path))
-    if problems:
-        before = point.facts["config"].get("norm", "auto")
-        shown = "\n  ".join(problems[:4] + ([f"and {len(problems) - 4} more"] if len(problems) > 4 else []))
-        message = f"norm={config.norm}: the checkpoint is of a model with norm={before}, and its weights do not fit: leave --norm out\n  {shown}"
+        fits = not checkpoint.misfits(model, checkpoint.state_of(checkpoint.read(point.path), point.path))
+    if not fits:
+        before = " and ".join(dict.fromkeys((point.facts.get("norm") or {}).values())) or "BatchNorm"
+        remedy = f"leave --norm out to go on with them, or start from its weights, --init {point.path}"
+        message = f"norm={config.norm}: the layers of the checkpoint are {before}: {remedy}"
         raise CheckpointError(message)
 
 

@@ -5,6 +5,7 @@ Runs in the kernel or in terminal IPython. Loading the extension imports this mo
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ class RunMagics(Magics):
         from torch import nn
 
         if not isinstance(model.value, nn.Module):
-            message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module"
+            message = f"MODEL {model.name} is a {type(model.value).__name__}: it must be a torch.nn.Module; the order is MODEL, then RUN or PATH"
             raise ConfigError(message)
         which = _which(found.values.get("which"))
         how = {name: flag_value(name, found.values.get(name, True)) for name in ("strict", "weights_only")}
@@ -167,7 +168,7 @@ class RunMagics(Magics):
             run = self._run(words[1:], local_ns)
             which = "last" if which is None else which
             if all(how.values()):
-                run.load(model.value, which=which)
+                run.load_named(model.value, which, model.name)
                 return
             from nbddp.kernel.weights import file_of
 
@@ -180,14 +181,15 @@ class RunMagics(Magics):
     def _file(self, word: Word, local_ns: Mapping[str, Any] | None) -> Path | None:
         """The checkpoint file that a word names, there or not; None where it names a run."""
         value = names_of(self._shell, local_ns).get(word.text)
-        path = value.expanduser() if isinstance(value, Path) and not word.quoted else Path(word.text).expanduser()
-        if path.is_dir():
-            from nbddp.checkpoint import located
+        from nbddp.checkpoint import SUFFIXES, Place, located
+        from nbddp.kernel.table import CheckpointEntry
 
+        value = value.path if isinstance(value, CheckpointEntry) else value
+        place = Place.of(value if isinstance(value, Path) and not word.quoted else word.text)
+        path = place.path
+        if place.is_folder:
             return None if (path / "spec.json").is_file() else located(path)
-        from nbddp.checkpoint import SUFFIXES
-
-        return path if path.exists() or path.suffix in SUFFIXES else None
+        return path if place.is_there or path.suffix in SUFFIXES else None
 
     def _split(
         self, line: str, options: Mapping[str, Option], local_ns: Mapping[str, Any] | None, usage: str, *, at_least: int = 0, at_most: int
@@ -267,7 +269,7 @@ def _which(value: str | bool | None) -> str | int | None:
     text = str(value)
     if text.isdigit():
         return int(text)
-    if text not in ("last", "best", "initial"):
+    if text not in ("last", "best", "initial") and not re.fullmatch(r"(epoch|stage)-\d+", text):
         message = f"--which {text}: must be last, best, initial or the number of an epoch"
         raise ConfigError(message)
     return text

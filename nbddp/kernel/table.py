@@ -221,4 +221,12 @@ class CheckpointTable(Table[CheckpointEntry]):
 
     def _cells(self, row: CheckpointEntry) -> tuple[str, ...]:
         value = "" if row.value is None else value_text(row.value)
-        return (row.name, str(row.path), str(row.epoch), count_text(row.step), value, bytes_text(row.bytes))
+        return (row.name, _from_here(row.path), str(row.epoch), count_text(row.step), value, bytes_text(row.bytes))
+
+
+def _from_here(path: Path) -> str:
+    """A path as it is written in this folder: a saved notebook is read in other places."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)

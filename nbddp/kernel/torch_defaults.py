@@ -22,6 +22,8 @@ def torch_defaults(device: torch.device, *, dtype: str, matmul_precision: str) -
         stack.enter_context(_default_dtype(getattr(torch, dtype)))
         stack.enter_context(_matmul_precision(matmul_precision))
         stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         if torch.get_default_device().type != "cpu":  # ranks have none; a mode costs something in every operation
             stack.enter_context(torch.device("cpu"))
         if device.type == "cuda":

@@ -5,6 +5,7 @@ The part of a `Run` that is about weights; torch is imported where it is needed.
 
 from __future__ import annotations
 
+import numbers
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from nbddp.rundir import RunDir
 
 
+def _plain(value: Any) -> Any:
+    """A number of an epoch as numpy's argmin gives it, as one of Python."""
+    return value if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
+
+
 class Trained:
     """The weights of a run; `Run` adds all else."""
 
@@ -33,6 +39,8 @@ class Trained:
         self._load_pending = model is not None
         self._lock = threading.Lock()
         self._holds: str | None = None
+        self.called = "run"
+        """The variable of the notebook that holds this, for messages."""
 
     @property
     def state(self) -> str:
@@ -66,12 +74,16 @@ class Trained:
             ConfigError: where there is no model to write to.
             CheckpointError: for a checkpoint that is missing, not finite, or does not fit; the model is unchanged then.
         """
+        return self.load_named(model, which)
+
+    def load_named(self, model: object, which: object, name: str | None = None) -> nn.Module:
+        """The same for a model that the notebook calls `name`."""
         from torch import nn
 
         from nbddp.kernel import weights
 
         given: object = model
-        if isinstance(model, str | int):
+        if isinstance(model, str | numbers.Integral):
             given, which = which if isinstance(which, nn.Module) else None, model
         target = self._model if given is None else given
         if target is None:
@@ -84,12 +96,28 @@ class Trained:
             message = "run.load takes one module and one checkpoint, and was given two modules"
             raise ConfigError(message)
         ended = self._files.read_result() is not None
-        landed = weights.load_into(target, self._files, which)
+        try:
+            landed = weights.load_into(target, self._files, _plain(which))
+        except CheckpointError as error:
+            if given is None and (known := self._name_of(target)) != self._spec["model_name"]:
+                error.add_note(known)
+            raise
         if target is self._model and ended:  # a look at weights in the making does not replace those of the end
             self._load_pending = False
-        name = self._spec["model_name"] if target is self._model else type(target).__name__
-        print(f"{name}: {landed.at} of run {self.id}" + (f"; {landed.swapped}" if landed.swapped else ""))  # noqa: T201 - says what was written into the user's model
+        swapped = f"; {landed.swapped}" if landed.swapped else ""
+        print(f"{name or self._name_of(target)}: {landed.at} of run {self.id}{swapped}")  # noqa: T201 - says what was written into the user's model
         return target
+
+    def _name_of(self, target: nn.Module) -> str:
+        """What a model is called in words; one that was bundled may have lost its name to another object since."""
+        from nbddp.kernel.binding import is_bound
+
+        if target is not self._model:
+            return type(target).__name__
+        name = str(self._spec["model_name"])
+        if is_bound(name, target):
+            return name
+        return f'{name} (the object that was bundled; {self.called}.load("last", {name}) loads into the one of that name now)'
 
     def model(self, which: str | int = "last") -> nn.Module:
         """Rebuild the module from the run's own bundle, with the weights of a checkpoint, in any kernel.
@@ -97,11 +125,14 @@ class Trained:
         Raises:
             CheckpointError: where the bundle or the checkpoint is gone.
         """
+        import torch
+
         from nbddp.kernel import weights
         from nbddp.kernel.rebuild import rebuilt_model
 
-        module = rebuilt_model(self._files)
-        weights.load_into(module, self._files, which)
+        with torch.inference_mode(False):  # what is made within it can't be trained
+            module = rebuilt_model(self._files)
+            weights.load_into(module, self._files, _plain(which))
         return module
 
     def evaluate(
@@ -135,9 +166,10 @@ class Trained:
             CheckpointError: where the checkpoint or the bundle is gone, or the weights are not finite.
             BundleError: where hooks refer to staged data that are gone.
         """
+        __tracebackhide__ = True
         from nbddp.kernel.evaluate import Asked, evaluate
 
-        return evaluate(self, Asked("run.evaluate", data, which, model, batch_size, device))
+        return evaluate(self, Asked("run.evaluate", data, _plain(which), model, _plain(batch_size), device))
 
     def predict(
         self,
@@ -160,9 +192,10 @@ class Trained:
             ConfigError: also where a step returns no output, or outputs are not one per sample.
             CheckpointError, BundleError: as `evaluate`.
         """
+        __tracebackhide__ = True
         from nbddp.kernel.evaluate import Asked, predict
 
-        return predict(self, Asked("run.predict", data, which, model, batch_size, device))
+        return predict(self, Asked("run.predict", data, _plain(which), model, _plain(batch_size), device))
 
     def diff(self, other: object, which: str | int = "last") -> StateDiff:
         """Compare the weights of a checkpoint with others, entry by entry.
@@ -181,7 +214,7 @@ class Trained:
         """
         from nbddp.kernel.diff import diff
 
-        return diff(self, other, which)
+        return diff(self, other, _plain(which))
 
     def take_weights(self) -> str | None:
         """Load the run's weights into the bundled model by the rules of `load`; return the line that says what it holds, None where nothing is to do."""
@@ -193,13 +226,13 @@ class Trained:
         if not pending or self._model is None:
             return None
         weights.remember_initial(self._model, self._files)
-        name = self._spec["model_name"]
+        name = self._name_of(self._model)
         if self.state == "failed":
             have = [which for which in ("last", "best") if (self._files.checkpoints / f"{which}.pt").is_file()]
-            self._holds = f"{name} is unchanged" + (f'; the {have[0]} checkpoint: run.load("{have[0]}")' if have else "")
+            self._holds = f"{name} is unchanged" + (f'; the {have[0]} checkpoint: {self.called}.load("{have[0]}")' if have else "")
             return self._holds
         if which is None:
-            self._holds = f"{name} is unchanged, as asked; run.load() loads the last checkpoint"
+            self._holds = f"{name} is unchanged, as asked; {self.called}.load() loads the last checkpoint"
             return self._holds
         try:
             landed = weights.load_into(self._model, self._files, which)
@@ -207,13 +240,13 @@ class Trained:
             self._holds = f"{name} is unchanged: {error}"
             return self._holds
         monitor = self._spec["plan"]["stages"][self._follower.state.stage]["monitor"]
-        self._holds = weights.holds_line(name, which, landed, self._follower.state, monitor)
+        self._holds = weights.holds_line(name, which, landed, self._follower.state, monitor, self.called)
         return self._holds
 
     def say_weights_wait(self) -> None:
         """For a run in the background that has ended: its card says that the model is as it was."""
         if self._load_pending and self.state != "failed":
-            self._holds = f"{self._spec['model_name']} is as it was: run.wait() or run.load() loads the weights"
+            self._holds = f"{self._spec['model_name']} is as it was: {self.called}.wait() or {self.called}.load() loads the weights"
 
     def trains(self, model: nn.Module) -> bool:
         """Whether this run goes on and was started with this very object."""

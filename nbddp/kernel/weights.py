@@ -12,7 +12,7 @@ from nbddp.errors import CheckpointError, ConfigError
 from nbddp.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -101,7 +101,9 @@ def initial_weights(init: str, model: nn.Module, root: Path, swaps: Mapping[str,
         shown = "\n  ".join(problems[:12])
         message = f"init={init}: {path} does not fit the model:\n  {shown}"
         raise CheckpointError(message)
-    line = f"starts from {path.parent.parent.name}, {path.name}" if path.parent.name == "checkpoints" else f"starts from {path}"
+    of_run = path.parent.name == "checkpoints"
+    line = f"starts from run {path.parent.parent.name.rsplit('-', 1)[-1]}, {path.name}" if of_run else f"starts from {path}"
+    line += ", without what its swapped layers dropped" if unswapped else ""
     return Start(path.resolve(), line, swapped, unswapped)
 
 
@@ -173,9 +175,7 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> Landed:
         message = f"{path.name} of run {run.id} is not finite ({bad}){other}; --on-nan skip or stop keeps the weights finite"
         raise CheckpointError(message)
     origin = origin_of(model)
-    if which == "initial":  # of the model as it was first, whatever a later run made of its layers
-        state = norm.without_dropped(state, model)
-    swapped = _swap_and_load(model, run, state, path)
+    swapped = _swap_and_load(model, run, state, path, initial=which == "initial")
     if which == "initial":
         origin.loaded = None
         return Landed("its initial weights", swapped, content)
@@ -184,9 +184,14 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> Landed:
     return Landed(at, swapped, content)
 
 
-def _swap_and_load(model: nn.Module, run: RunDir, state: Mapping[str, object], path: Path) -> str | None:
-    """Load, after the swap that the run made; return the words for what was swapped."""
+def _swap_and_load(model: nn.Module, run: RunDir, state: Mapping[str, Any], path: Path, *, initial: bool) -> str | None:
+    """Load, after the swap that the run made; return the words for what was swapped.
+
+    The initial weights are of the model as it was first, and go into it whatever later runs made of its layers.
+    """
     kinds: dict[str, str] = (run.read_spec() or {}).get("norm") or {}
+    if initial:
+        kinds = {name: kind for name, kind in kinds.items() if name in norm.batch_norm_layers(model)}
     try:
         changes = norm.apply(model, kinds)
     except ConfigError as error:
@@ -194,16 +199,21 @@ def _swap_and_load(model: nn.Module, run: RunDir, state: Mapping[str, object], p
         message = f"run {run.id} swapped normalization layers, and this {mine} has others: {error}; run.model() rebuilds the one that was trained"
         raise CheckpointError(message) from None
     try:
-        checkpoint.load_state(model, state, strict=True, what=f"{path.name} of run {run.id}")
+        fitting = norm.without_dropped(state, model) if initial else state
+        checkpoint.load_state(model, fitting, strict=True, what=f"{path.name} of run {run.id}")
     except BaseException:
-        for change in reversed(changes):
-            change.undo()
+        norm.undo(changes)
         raise
-    if not changes:
-        return None
-    became = [f"{count} {norm.BECOMES[kind]}" for kind, count in Counter(change.kind for change in changes).items()]
-    first = f"{became[0].split()[0]} BatchNorm layer{'s' if not became[0].startswith('1 ') else ''} became {became[0].split()[1]}"
-    return ", ".join([first, *became[1:]]) + ", as in the run"
+    return _became(changes) if changes else None
+
+
+def _became(changes: Sequence[norm.Change]) -> str:
+    """What was swapped, in words: ``2 BatchNorm layers became SyncBatchNorm, 1 LayerNorm, as in the run``."""
+    kinds = Counter(change.kind for change in changes)
+    first = next(iter(kinds))
+    before = "SyncBatchNorm" if first == "batch" else "BatchNorm"
+    parts = [f"{kinds[first]} {before} layer{'s' if kinds[first] > 1 else ''} became {norm.BECOMES[first]}"]
+    return ", ".join([*parts, *(f"{count} {norm.BECOMES[kind]}" for kind, count in kinds.items() if kind != first)]) + ", as in the run"
 
 
 def _whole(content: dict[str, object]) -> bool:
@@ -218,15 +228,15 @@ def remember_initial(model: nn.Module, run: RunDir) -> None:
         origin.initial = path
 
 
-def holds_line(name: str, which: str, landed: Landed, state: RunState, monitor: str) -> str:
-    """The last line of a run: what the model holds, and whether there was better."""
+def holds_line(name: str, which: str, landed: Landed, state: RunState, monitor: str, called: str) -> str:
+    """The last line of a run, which is `called` so in the notebook: what the model holds, and whether there was better."""
     entry = next((c for c in state.checkpoints if c["name"] == which), None)
     value = None if entry is None else entry.get("value")
     shown = "" if value is None else f" ({monitor} {float(value):.4g})"
     line = f"{name}: {landed.at}{shown}"
     best = state.best
     if which == "last" and best is not None and entry is not None and best["step"] != entry["step"] and best["value"] != value:
-        line += f'; best was epoch {best["epoch"]} ({float(best["value"]):.4g}): run.load("best")'
+        line += f'; best was epoch {best["epoch"]} ({float(best["value"]):.4g}): {called}.load("best")'
     elif which == "best":
         line += ", the best"
     return line if landed.swapped is None else f"{line}; {landed.swapped}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbddp.norm.applied import apply, device_of, swapped
-from nbddp.norm.layers import BECOMES, KINDS, MIXING, LayerNorm, batch_norm_layers, became, is_kind, is_synchronized, without_dropped
+from nbddp.norm.applied import apply, device_of, swapped, undo
+from nbddp.norm.layers import BECOMES, KINDS, MIXING, Change, LayerNorm, batch_norm_layers, became, is_kind, is_synchronized, without_dropped
 from nbddp.norm.masked import mixing
 from nbddp.norm.report import Swapped, SwapReport
 from nbddp.norm.swap import Choice, choose, few_features, swap_norm
@@ -14,6 +14,7 @@ __all__ = [
     "KINDS",
     "MIXING",
     "BatchNorm",
+    "Change",
     "Choice",
     "LayerNorm",
     "SwapReport",
@@ -33,5 +34,6 @@ __all__ = [
     "mixing",
     "swap_norm",
     "swapped",
+    "undo",
     "without_dropped",
 ]

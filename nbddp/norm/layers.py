@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
 from nbddp.norm.sync import BatchNorm, SyncBatchNorm, sync_type
-from nbddp.wrappers import named_modules
+from nbddp.wrappers import PREFIXES, named_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,7 +76,11 @@ def is_kind(layer: nn.Module, kind: str, device: torch.device) -> bool:
         return type(layer) is sync_type(device)
     if kind == "batch":
         return isinstance(layer, _BatchNorm) and not is_synchronized(layer)
-    return isinstance(layer, {"layer": nn.LayerNorm | nn.GroupNorm, "group": nn.GroupNorm, "none": nn.Identity}[kind])
+    if hasattr(layer, _KIND):
+        return bool(getattr(layer, _KIND) == kind)
+    if kind == "layer":
+        return isinstance(layer, nn.LayerNorm) or (isinstance(layer, nn.GroupNorm) and layer.num_groups == 1)
+    return isinstance(layer, nn.GroupNorm if kind == "group" else nn.Identity)
 
 
 def is_result(layer: nn.Module) -> bool:
@@ -89,18 +93,26 @@ def is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm)
 
 
-def obstacle(layer: nn.Module) -> str | None:
-    """Why a BatchNorm layer can't become something else; None where it can."""
+def obstacle(layer: nn.Module, kind: str) -> str | None:
+    """Why a BatchNorm layer can't become one of `KINDS`; None where it can."""
     if parametrize.is_parametrized(layer):
         return "its parametrization would be lost"
-    if type(layer).forward not in _FORWARDS:
-        return f"{type(layer).__name__} has a forward of its own, which would be lost"
+    if type(layer).forward not in _FORWARDS or "forward" in vars(layer) or type(layer).__call__ is not nn.Module.__call__:
+        return f"{'it' if 'forward' in vars(layer) else type(layer).__name__} has a forward of its own, which would be lost"
+    if kind == "none" and not {"weight", "bias"} <= set(layer._parameters):  # a hook makes them in each forward
+        return "its pruning, or its weight normalization, would be lost"
     return None
 
 
 def unseen(layer: nn.Module) -> bool:
-    """Whether a lazy layer has not seen a batch yet, and so does not know its channels."""
-    return isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params()
+    """Whether a lazy layer has not seen a batch yet, and so does not know its channels, also where a state dict gave it weights."""
+    return isinstance(layer, _LazyNormBase)
+
+
+def scripted_layers(model: nn.Module) -> dict[str, str]:
+    """The BatchNorm layers within what `torch.jit` compiled, by name, each with its class: they can be seen and not be changed."""
+    found = {name: str(module.original_name) for name, module in named_modules(model) if isinstance(module, torch.jit.ScriptModule)}
+    return {name: kind for name, kind in found.items() if kind in {known.__name__ for known in (*_DIMENSIONED, *_OF_ANY_DIMENSION)}}
 
 
 def become(layer: _BatchNorm, kind: str, device: torch.device) -> Change:
@@ -130,12 +142,19 @@ def became(model: nn.Module) -> dict[str, str]:
 
 def without_dropped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """A state dict of a model as it was before its layers were swapped, without what they dropped."""
-    dropped: set[str] = set()
-    for name, module in named_modules(model):
-        if is_result(module) and f"{name}.running_mean" in state:
+    there = {_plain(key) for key in state}
+    dropped: set[tuple[str, ...]] = set()
+    for name, module in model.named_modules(remove_duplicate=False):  # a state dict has the entries of a shared layer under each of its names
+        own = _plain(name)
+        if is_result(module) and (hasattr(module, _KIND) or (*own, "running_mean") in there):
             lost = (*_BUFFERS, "weight", "bias") if isinstance(module, nn.Identity) else _BUFFERS
-            dropped.update(f"{name}.{key}" for key in lost)
-    return OrderedDict((key, value) for key, value in state.items() if key not in dropped)
+            dropped.update((*own, key) for key in lost)
+    return OrderedDict((key, value) for key, value in state.items() if _plain(key) not in dropped)
+
+
+def _plain(name: str) -> tuple[str, ...]:
+    """The parts of a name, without those of wrappers."""
+    return tuple(part for part in name.split(".") if part and part not in PREFIXES)
 
 
 def groups_of(layer: _BatchNorm) -> int:
@@ -156,7 +175,8 @@ def dimension(layer: nn.Module) -> int | None:
 def _dimensioned(layer: nn.Module) -> type[_BatchNorm]:
     """The class of BatchNorm that a layer is, or that it was before it was synchronised."""
     before: type[_BatchNorm] = getattr(layer, _CAME_FROM, BatchNorm)
-    return next((kind for kind in _DIMENSIONED if isinstance(layer, kind)), before)
+    checks = type(layer)._check_input_dim if isinstance(layer, _BatchNorm) else None  # a subclass may take inputs of other dimensions
+    return next((kind for kind in _DIMENSIONED if isinstance(layer, kind) and checks is kind._check_input_dim), before)
 
 
 def _batch_norm(layer: _BatchNorm, kind: type[_BatchNorm]) -> nn.Module:

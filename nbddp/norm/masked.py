@@ -14,7 +14,7 @@ from torch.nn.modules import activation, dropout
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
-from nbddp.norm.masks import Masked, masked
+from nbddp.norm.masks import Masked, masked, turned_classes
 from nbddp.wrappers import named_modules, unwrapped
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def mixing(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     Returns:
         name -> reason, one clause that begins with the layer's name.
     """
-    root = _tree("", model)
+    root = _tree("", model, turned_classes(model))
     if not root.masked:
         return {}
     reasons: dict[str, str] = {}
@@ -98,7 +98,7 @@ def networks(model: nn.Module, names: Collection[str]) -> list[str]:
         model: the model; nothing of it is called.
         names: of BatchNorm layers, as for `mixing`.
     """
-    root = _tree("", model)
+    root = _tree("", model, turned_classes(model))
     found: dict[str, None] = {}
     for name, layer in named_modules(model):
         if name in names and isinstance(layer, _BatchNorm):
@@ -107,10 +107,10 @@ def networks(model: nn.Module, names: Collection[str]) -> list[str]:
     return list(found)
 
 
-def _tree(name: str, module: nn.Module) -> _Node:
+def _tree(name: str, module: nn.Module, turned: set[type[nn.Module]]) -> _Node:
     module = unwrapped(module)
-    own = masked(name, module)
-    children = tuple(_tree(f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None)
+    own = masked(name, module, turned)
+    children = tuple(_tree(f"{name}.{key}" if name else key, child, turned) for key, child in module._modules.items() if child is not None)
     below = () if own is not None else tuple(layer for child in children for layer in child.masked)
     return _Node(name, module, children, (own,) if own is not None else below)
 
@@ -135,11 +135,13 @@ def _reason(lineage: list[_Node], layer: _BatchNorm, passed: set[int]) -> str | 
         return None
     if hidden is not None:
         assert sequence is not None
-        return f"{_place(sequence, layer)}: {_would(hidden)}"
-    listed = ", ".join(entry.name for entry in net.masked[:_SHOWN]) + (f" and {len(net.masked) - _SHOWN} more" if len(net.masked) > _SHOWN else "")
+        return f"{_place(sequence, layer)}: {_would(hidden, sequence)}"
+    listed = ", ".join(entry.name or "the model itself" for entry in net.masked[:_SHOWN]) + (
+        f" and {len(net.masked) - _SHOWN} more" if len(net.masked) > _SHOWN else ""
+    )
     where = f"stands among masked layers ({listed})"
     if (likely := _in_order(net.masked, layer.num_features)) is not None:
-        return f"{where}: {_would(likely)}"
+        return f"{where}: {_would(likely, net)}"
     return f"{where}: whether normalizing over features would let an output depend on an input that they hide cannot be read from the masks alone"
 
 
@@ -303,9 +305,10 @@ def _first(added: torch.Tensor) -> tuple[int, int] | None:
     return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
 
 
-def _would(gained: _Gained) -> str:
+def _would(gained: _Gained, network: _Node) -> str:
     assert gained.pair is not None
-    return f"normalizing over features would let output {gained.pair[0]} depend on input {gained.pair[1]}, which the masks hide"
+    where = f" (of {network.name})" if network.name else ""
+    return f"normalizing over features would let output {gained.pair[0]} depend on input {gained.pair[1]}{where}, which the masks hide"
 
 
 def _place(sequence: _Node, layer: nn.Module) -> str:

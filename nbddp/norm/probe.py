@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbddp.errors import ConfigError
+from nbddp.norm.masks import zeroed
 from nbddp.norm.nested import mapped, tensors_in
 from nbddp.wrappers import named_modules, unwrapped
 
@@ -64,6 +65,9 @@ class Probe:
     def run(self) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...], torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The outputs, the inputs, which output entries were differentiated, and what they depend on for each draw of the weights."""
         generator = torch.Generator().manual_seed(0)
+        masks = {id(parameter) for parameter in self.model.parameters() if not parameter.requires_grad and _is_mask(parameter)}
+        kept = [pair for module in self.model.modules() for pair in zeroed(module)]
+        self.model.requires_grad_(False)
         inputs, outputs = self._forward(self.example, seed=0)
         leaves = self._leaves(inputs), self._leaves(outputs)
         rows = _chosen(sum(leaf.entries for leaf in leaves[1]), self.most_outputs)
@@ -71,7 +75,11 @@ class Probe:
         draws = [self._table(inputs, outputs, rows, full)]
         del inputs, outputs
         for draw in range(1, _DRAWS):
-            _randomize(self.model, generator, positive=draw % 2 == 0)
+            _randomize([parameter for parameter in self.model.parameters() if id(parameter) not in masks], generator, positive=draw % 2 == 0)
+            for weight, mask in kept:
+                weight.mul_(mask)
+            if draw % 2 == 0:
+                _center(self.model)
             moved = mapped(self.example, lambda tensor: _moved(tensor, generator) if differentiable(tensor) else tensor)
             if draws[-1] is not None:
                 full = draws[-1].all(1)
@@ -151,13 +159,17 @@ def _gradients(picked: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[tor
 
 
 def copy_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy to work on, in eval mode; its parameters need no gradients."""
+    """A copy to work on, in eval mode."""
+    plain = unwrapped(model)
+    # What a hook makes of parameters, as weight norm and pruning do, has a history and can't be copied with it; it is made anew in each forward.
+    made = [tensor for module in plain.modules() for tensor in vars(module).values() if isinstance(tensor, torch.Tensor) and not tensor.is_leaf]
     try:
-        copied = copy.deepcopy(unwrapped(model))
+        with torch.no_grad():
+            copied = copy.deepcopy(plain, {id(tensor): tensor.detach().clone() for tensor in made})
     except Exception as error:
         message = f"{type(unwrapped(model)).__name__} cannot be copied, and example= works on a copy: {type(error).__name__}: {error}"
         raise ConfigError(message) from error
-    copied.eval().requires_grad_(False)
+    copied.eval()
     return copied.double() if dtype is torch.float64 else copied
 
 
@@ -172,12 +184,17 @@ def prepared(example: Any, samples: int, size: int, dtype: torch.dtype | None) -
     return mapped(example, prepare)
 
 
-def _randomize(model: nn.Module, generator: torch.Generator, *, positive: bool) -> None:
-    """Random values of moderate size in place of the parameters.
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a parameter that is not trained consists of zeros and ones."""
+    return tensor.dim() > 1 and not tensor.is_meta and bool(((tensor == 0) | (tensor == 1)).all() and tensor.any() and not tensor.all())
 
-    Positive ones keep units alive that signed ones may leave dead for all samples; running means are zero for them.
+
+def _randomize(parameters: Sequence[nn.Parameter], generator: torch.Generator, *, positive: bool) -> None:
+    """Random values of moderate size in place of parameters.
+
+    Positive ones keep units alive that signed ones may leave dead for all samples.
     """
-    for parameter in model.parameters():
+    for parameter in parameters:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         size = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5
@@ -185,10 +202,13 @@ def _randomize(model: nn.Module, generator: torch.Generator, *, positive: bool) 
         if not positive:
             size = size * (torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1) * math.sqrt(fan_in)
         parameter.copy_(size / max(1, fan_in))
-    if positive:
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and module.running_mean is not None:
-                module.running_mean.zero_()
+
+
+def _center(model: nn.Module) -> None:
+    """Let running means be zero, for weights that are positive."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            module.running_mean.zero_()
 
 
 def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from nbddp.tabular import FONT, QUIET, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+_NO_MODEL = "this is the report of swap_norm, which changes the model in place: write swap_norm(net), and go on with net"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,15 @@ class SwapReport(Table[Swapped]):
         return [row.layer for row in self if not row.replaced]
 
     EMPTY = "no BatchNorm layers: nothing to swap"
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise TypeError(_NO_MODEL)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(nn.Module, name):
+            raise AttributeError(_NO_MODEL)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(message)
 
     def _cells(self, row: Swapped) -> tuple[str, ...]:
         return row.layer, row.before, row.after if row.replaced else "–", row.note

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nbddp.errors import ConfigError, suggest
-from nbddp.norm.applied import apply, device_of, shown
-from nbddp.norm.layers import KINDS, MIXING, batch_norm_layers, dimension, groups_of, is_kind, is_result, obstacle, unseen
+from nbddp.norm.applied import LAZY, apply, device_of, shown
+from nbddp.norm.layers import KINDS, MIXING, batch_norm_layers, dimension, groups_of, is_kind, is_result, obstacle, scripted_layers, unseen
 from nbddp.norm.report import Swapped, SwapReport
 from nbddp.norm.verify import check_masks, verify
 from nbddp.stage import matching
@@ -79,11 +79,15 @@ def swap_norm(model: Any, to: str | Mapping[str, str] = "sync", only: Patterns =
     else:
         verified = [verify(model, choice.kinds, example, device)]
     layers = batch_norm_layers(model)
-    before = {name: type(layer).__name__ for name, layer in layers.items()}
+    types = {name: type(layer) for name, layer in layers.items()}
+    left = {**scripted_layers(model), **{name: kind.__name__ for name, kind in types.items()}}
     notes = {name: _note(layers[name], kind) for name, kind in choice.kinds.items()}
     apply(model, choice.kinds, device)
-    rows = [Swapped(shown(name), before[name], _type_name(layers[name]), notes[name]) for name in choice.kinds]
-    rows += [Swapped(shown(name), before[name], before[name], why) for name, why in choice.left.items()]
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module._assign_modules_buffers()  # it looks at its list before it makes it anew, and fails where no buffer is left
+    rows = [Swapped(shown(name), *_type_names(types[name], layers[name]), notes[name]) for name in choice.kinds]
+    rows += [Swapped(shown(name), left[name], left[name], why) for name, why in choice.left.items()]
     return SwapReport(rows, choice.kinds, [*verified, *_about(model, choice.kinds)])
 
 
@@ -108,13 +112,14 @@ def choose(model: nn.Module, to: str | Mapping[str, str], *, only: Patterns = No
             left[name] = "skipped" if name in skipped else "not among only="
         elif is_kind(layer, kind, device):
             left[name] = f"is {type(layer).__name__} already"
-        elif (why := obstacle(layer)) is not None:
+        elif (why := obstacle(layer, kind)) is not None:
             left[name] = why
         else:
             kinds[name] = kind
     if lazy := [name for name in kinds if unseen(layers[name])]:
-        message = f"{_listed(lazy)}: a lazy layer knows its channels after its first batch: call the model with one before, as in net(batch)"
+        message = f"{_listed(lazy)}: {LAZY}; skip= leaves it out"
         raise ConfigError(message)
+    left |= dict.fromkeys(scripted_layers(model), "is compiled by torch.jit: swap before that")
     return Choice(kinds, left)
 
 
@@ -140,7 +145,13 @@ def _wanted(model: nn.Module, to: Any, names: list[str], device: torch.device) -
 
 def _check_kind(kind: object, known: Sequence[str], what: str) -> None:
     if kind not in known:
-        message = f"{what}={kind!r} must be one of {', '.join(known)}.{suggest(str(kind), known)}"
+        hint = suggest(str(kind), known)
+        if kind == "auto":
+            hint = " auto is an option of training: here it is sync"
+        elif isinstance(kind, str) and "=" in kind:
+            pairs = [pair.partition("=") for pair in kind.split(",")]
+            hint = f" By pattern it is a dict: { ({pattern.strip(): value.strip() for pattern, _, value in pairs}) }"
+        message = f"{what}={kind!r} must be one of {', '.join(known)}.{hint}"
         raise ConfigError(message)
 
 
@@ -197,6 +208,10 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(shown, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _type_name(layer: nn.Module) -> str:
-    """The class of a layer; for what it groups by, GroupNorm with the number."""
-    return f"GroupNorm({layer.num_groups}, {layer.num_channels})" if isinstance(layer, nn.GroupNorm) else type(layer).__name__
+def _type_names(before: type[nn.Module], layer: nn.Module) -> tuple[str, str]:
+    """The class that a layer was and the one that it is: for GroupNorm with what it groups, for two of one name with the package of each."""
+    after = f"GroupNorm({layer.num_groups}, {layer.num_channels})" if isinstance(layer, nn.GroupNorm) else type(layer).__name__
+    if before.__name__ != after:
+        return before.__name__, after
+    one, other = (f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in (before, type(layer)))
+    return one, other

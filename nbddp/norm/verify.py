@@ -23,7 +23,7 @@ def mixed(kinds: Mapping[str, str]) -> list[str]:
     return [name for name, kind in kinds.items() if kind in MIXING]
 
 
-def check_masks(model: nn.Module, kinds: Mapping[str, str]) -> None:
+def check_masks(model: nn.Module, kinds: Mapping[str, str], remedy: str = "example= verifies by autograd what depends on what") -> None:
     """Refuse what mixes the features of a sample between masked layers that keep them apart.
 
     Raises:
@@ -33,10 +33,8 @@ def check_masks(model: nn.Module, kinds: Mapping[str, str]) -> None:
         return
     first = next(iter(found))
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    message = (
-        f"{kinds[first]} is refused for {shown(first)}{others}: {found[first]}. sync and none work there; "
-        "skip= leaves layers out; example= verifies by autograd what depends on what"
-    )
+    reason = found[first].removeprefix(f"{first} ")
+    message = f"{kinds[first]} is refused for {shown(first)}{others}: it {reason}. sync and none work there; skip= leaves layers out; {remedy}"
     raise ConfigError(message)
 
 
@@ -56,7 +54,9 @@ def verify(model: nn.Module, kinds: Mapping[str, str], example: Any, device: tor
     modules, nets = dict(named_modules(plain)), networks(plain, mixed(kinds))
     examples = {"": example, **calls(plain, example, nets)}
     for unseen in (name for name in nets if name not in examples):
-        check_masks(plain, {name: kind for name, kind in kinds.items() if name.startswith(f"{unseen}.")})
+        way = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in unseen.split("."))
+        remedy = f"the example does not run through {unseen}: give an example of that network, swap_norm(model{way}, ..., example=...)"
+        check_masks(plain, {name: kind for name, kind in kinds.items() if name.startswith(f"{unseen}.")}, remedy)
     before = {name: dependencies(modules[name], given) for name, given in examples.items()}
     with swapped(plain, kinds, device):
         after = {name: dependencies(modules[name], given) for name, given in examples.items()}

@@ -87,15 +87,16 @@ class Compiler:
     def _rehearse(self, stage: RankStage, module: StepModule, precision: str, first_batch: Callable[[], Any]) -> None:
         """One micro-batch forward and backward, as in a step but without the other ranks."""
         ranks, batch = self._context.ranks, first_batch()
-        with _cut_at_buckets(stage.config.bucket_cap_mb, ranks.world_size), autocast_context(precision, ranks.device), norm.alone():
-            loss = module(batch)
-        module.results.clear()
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            if not in_compiled_code(error):
-                raise
-            raise explained(error) from None
+        with norm.alone():  # in the backward pass too, where checkpointed parts of a model go forward again
+            with _cut_at_buckets(stage.config.bucket_cap_mb, ranks.world_size), autocast_context(precision, ranks.device):
+                loss = module(batch)
+            module.results.clear()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if not in_compiled_code(error):
+                    raise
+                raise explained(error) from None
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
 

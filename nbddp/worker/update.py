@@ -133,17 +133,18 @@ class Updater:
             self._position.phase = "data"
             batch, share = next(batches)
             self._clock.lap(DATA)
-            if number < self._accumulate - 1:
-                with self._replica.inner():
-                    self._backward(*self._weighed(self._forward(batch, share.weight, first=number == 0), share, updated))
-            else:
-                loss, scale = self._weighed(self._forward(batch, share.weight, first=number == 0), share, updated)
-                reduced = None if updated.own_weights is None else self._reduce_weights(updated.own_weights)
-                if self._ranks.world_size > 1:
-                    self._synchronised(loss, scale, batches)
+            with norm.counting(share.weight):  # in the backward pass too, where checkpointed parts of a model go forward again
+                if number < self._accumulate - 1:
+                    with self._replica.inner():
+                        self._backward(*self._weighed(self._forward(batch, first=number == 0), share, updated))
                 else:
-                    self._backward(loss, scale)
-                del loss
+                    loss, scale = self._weighed(self._forward(batch, first=number == 0), share, updated)
+                    reduced = None if updated.own_weights is None else self._reduce_weights(updated.own_weights)
+                    if self._ranks.world_size > 1:
+                        self._synchronised(loss, scale, batches)
+                    else:
+                        self._backward(loss, scale)
+                    del loss
             del batch  # else it would lie in memory while the next one is made
             self._position.ticks += 1
         if reduced is not None:
@@ -153,10 +154,10 @@ class Updater:
         self._clock.lap(OPTIMIZER)
         return updated
 
-    def _forward(self, batch: Any, samples: int, *, first: bool) -> StepResult:
+    def _forward(self, batch: Any, *, first: bool) -> StepResult:
         self._position.phase = "forward"
         try:
-            with autocast_context(self.precision, self._ranks.device), norm.counting(samples):
+            with autocast_context(self.precision, self._ranks.device):
                 loss = self._replica.forward(batch)
         except RuntimeError as error:
             if (explained := self._replica.explain(error)) is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nbddp import norm
 from nbddp.evaluation.errors import StepError
 from nbddp.worker.compress import make_compression
 
@@ -105,8 +106,10 @@ def unused_message(missing: list[str]) -> str:
 
 def _ddp(module: StepModule, config: TrainConfig) -> DistributedDataParallel:
     # Without device_ids, since batches are on the device already: DDP would take containers apart and rebuild them to look for tensors to move.
+    alike = {id(buffer) for layer in module.modules() if norm.is_synchronized(layer) for buffer in layer.buffers()}
     return DistributedDataParallel(
         module,
+        broadcast_buffers=any(id(buffer) not in alike for buffer in module.buffers()),  # in every step: not where all ranks compute the same ones
         find_unused_parameters=config.find_unused_parameters,
         static_graph=config.static_graph,
         gradient_as_bucket_view=config.gradient_as_bucket_view,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from support.nets import Language, Recurrent, ResNet, flow
@@ -105,6 +106,39 @@ def test_synchronised_layers_are_batch_norm_of_one_process_and_without_them_rank
     assert np.abs(trained(training, 2, "resnet", None).history["loss"] - one.history["loss"]).max() > 1e-3
 
 
+class Checkpointed(nn.Module):
+    """Its middle part goes forward again in the backward pass."""
+
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(4, 8), nn.Linear(8, 1), reentrant
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+    def forward(self, x):
+        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant) if self.training else self.middle(self.first(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "batch_size": 18}], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_where_a_rank_has_no_samples(training, reentrant, options):
+    def make():
+        from nbddp.norm import swap_norm
+
+        torch.manual_seed(5)
+        net = Checkpointed(reentrant=reentrant).double()
+        swap_norm(net, "sync")
+        return net, *data(4)
+
+    # 41 samples in batches of 39 leave 2 for 3 ranks, and 5 in two micro-batches of up to 3 each
+    options = {"epochs": 4, "batch_size": 39, "drop_last": False, "optimizer": "sgd", "lr": 0.05, **options}
+    one, three = (training(nproc, make, {"loss": nn.functional.mse_loss}, **options) for nproc in (1, 3))
+    np.testing.assert_allclose(three.history["loss"], one.history["loss"], **TOLERANCE)
+    np.testing.assert_allclose(three.epochs["val_loss"], one.epochs["val_loss"], **TOLERANCE)
+    for name in ("middle.1.running_mean", "middle.1.running_var", "middle.1.num_batches_tracked"):
+        for weights in three.weights:
+            np.testing.assert_allclose(weights[name], one.weights[0][name], **TOLERANCE)
+
+
 def test_a_ddp_model_of_the_users_is_changed_inside(ranks):
     def on_rank(rank):
         from nbddp.norm import swap_norm
@@ -118,9 +152,15 @@ def test_a_ddp_model_of_the_users_is_changed_inside(ranks):
             ddp(x).square().sum().backward()
         found.append([float(p.grad.double().sum()) for p in net.parameters()])
         found.append(swap_norm(ddp, {"stem.1": "layer", "head.3": "none"}).notes)
+        plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        ddp = nn.parallel.DistributedDataParallel(plain)
+        swap_norm(ddp, "layer")  # no buffer is left to broadcast
+        ddp(x[:, :, 0, 0]).square().sum().backward()
+        found.append(float(plain[1].weight.grad.double().sum()))
         return found
 
     one, other = ranks(2, on_rank)
     assert one[0] == 7
     assert one[1] == other[1]
+    assert one[3] == other[3]
     assert one[2] == ("DistributedDataParallel still waits for gradients of the weights that are gone: wrap the model anew",)

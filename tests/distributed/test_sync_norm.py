@@ -120,6 +120,66 @@ def test_what_needs_no_gradient_gets_none(ranks, frozen):
     assert ranks(2, on_rank) == [(frozen == "input", frozen == "weight", False)] * 2
 
 
+@pytest.mark.parametrize("sizes", [[9], [4, 5], [4, 2, 3], [3, 0, 1], [1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
+def test_gradients_of_gradients(ranks, sizes, options):
+    x, c = (torch.randn(sum(sizes), C, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+
+    def penalty(norm, x, c):
+        """The gradient of a loss that a gradient is in."""
+        x = x.clone().requires_grad_()
+        y = norm(x.sin())
+        (inner,) = torch.autograd.grad((y.square() * c).sum(), x, create_graph=True)
+        ((inner * c).square().sum() + (y.tanh() * c).sum()).backward()
+        return [x.grad, *(parameter.grad for parameter in norm.parameters())]
+
+    def on_rank(rank, norm, x, c):
+        from nbddp.norm import swap_norm
+
+        norm = nn.Sequential(norm)
+        assert swap_norm(norm, "sync").replaced == ["0"]
+        return [gradient.numpy() for gradient in penalty(norm, x.split(sizes)[rank], c.split(sizes)[rank])]
+
+    expected, *weights = penalty(layer("1d", **options), x, c)
+    found = ranks(len(sizes), on_rank, layer("1d", **options), x, c)
+    np.testing.assert_allclose(np.concatenate([part[0] for part in found]), expected.numpy(), **CLOSE)
+    for index, weight in enumerate(weights, 1):
+        np.testing.assert_allclose(sum(part[index] for part in found), weight.numpy(), **CLOSE)
+
+
+def test_gradients_of_gradients_where_a_repeated_sample_does_not_count(ranks):
+    def on_rank(rank):
+        from nbddp.norm import SyncBatchNorm, counting
+
+        norm = SyncBatchNorm(2, dtype=torch.float64) if rank is not None else nn.BatchNorm1d(2, dtype=torch.float64)
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[: 1 if rank else 4].requires_grad_()
+        with counting(0 if rank else 4):
+            (inner,) = torch.autograd.grad(norm(x).pow(3).sum() * (not rank), x, create_graph=True)
+            inner.square().sum().backward()
+        return x.grad.numpy(), norm.weight.grad.numpy()
+
+    alone, (one, other) = on_rank(None), ranks(2, on_rank)
+    for index in (0, 1):
+        np.testing.assert_allclose(one[index], alone[index], **CLOSE)
+        assert not other[index].any()
+
+
+def test_a_layer_of_an_old_file_counts_no_batches(ranks):
+    def on_rank(rank):
+        from nbddp.norm import SyncBatchNorm
+
+        found = []
+        for momentum in (0.5, None):
+            norm = SyncBatchNorm(2, momentum=momentum) if rank is not None else nn.BatchNorm1d(2, momentum=momentum)
+            norm.num_batches_tracked = None
+            norm(torch.tensor([[1.0, 2], [3, 4]])[slice(None) if rank is None else slice(rank, rank + 1)])
+            found.append(norm.running_mean.numpy())
+        return found
+
+    for found in ranks(2, on_rank):
+        np.testing.assert_allclose(found, on_rank(None))
+
+
 def test_half_precision_stays_half_and_is_summed_in_float32(ranks):
     def on_rank(rank):
         from nbddp.norm import SyncBatchNorm

@@ -149,6 +149,31 @@ finally:
     assert nb.eval("differs(found, run.epochs)") <= 1e-9
 
 
+@pytest.mark.parametrize("within", ["torch.inference_mode()", "torch.no_grad()", "torch.device('meta')"])
+def test_it_does_not_matter_within_what_it_is_called(nb, within):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2", LOSS + METRICS)
+    source = f"""
+streams_before = streams()
+with {within}:
+    found, outputs, rebuilt = run.evaluate(val_part), run.predict(X), run.model()
+same_streams = streams() == streams_before
+rebuilt(X).sum().backward()
+outputs.add_(1)"""
+    nb.run(source, check=True)
+    assert nb.eval("differs(found, run.epochs)") <= 1e-6
+    assert nb.eval("same_streams") is True
+
+
+def test_numbers_of_numpy_are_numbers_of_epochs_and_samples(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 1 --keep-last 2", LOSS)
+    nb.run("first = np.int64(1)\nfound = run.evaluate(val_part, first), run.evaluate(val_part, 1, batch_size=np.int32(6))", check=True)
+    assert nb.eval("max(differs(each, run.epochs, 0) for each in found)") <= 1e-6
+    nb.run("run.load(first, net); state = copy.deepcopy(net.state_dict()); run.load(net, first)", check=True)
+    assert nb.eval("run.diff(state, first).equal and run.diff(run.model(first), 1).equal and len(run.predict(X, first, batch_size=first)) == len(X)") is True
+
+
 def test_a_stage_has_its_own_precision(nb):
     nb.run("net = make()", check=True)
     stages = "\nstages = [nbddp.Stage('low', epochs=1, precision='bf16'), nbddp.Stage('whole', epochs=1, precision='fp32')]"
@@ -435,6 +460,8 @@ metrics = {"correct": correct}"""
             "metrics (correct) are computed from output and target, and validation_step returned no output: return {'loss': loss,",
         ),
         ("predict((X, labels, labels))", "ConfigError", "validation_step returned no output, which is what is predicted: return {'loss': loss, 'output'"),
+        ("evaluate(val_part, model=copy.deepcopy(net).to('meta'))", "ConfigError", "run.evaluate: the model is on the meta device, without values: give"),
+        ("predict(X, model=nn.Sequential(nn.LazyLinear(2)))", "ConfigError", "run.predict: 0.weight of the model is uninitialised: let the model see"),
         ("evaluate((X.repeat(1, 2), labels))", "RuntimeError", "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )

@@ -43,6 +43,9 @@ def test_a_run_is_loaded_by_variable_by_id_and_as_the_last(fresh):
         assert fresh.eval(f"same(net.state_dict(), of_{of})") is True
         assert fresh.eval(f"{of}.id") in cell.text
         assert len(cell.text.splitlines()) == 1
+    for line in ("best = one.checkpoints['best']\n%ddp_load net best", "path = one.checkpoints['best'].path\n%ddp_load net path"):
+        fresh.run(f"net = make_net()\n{line}", check=True)
+        assert fresh.eval("same(net.state_dict(), nbddp.load_checkpoint(best.path))") is True
     fresh.run("%ddp_load net one --which initial", check=True)
     assert fresh.eval("same(net.state_dict(), of_one)") is False
 

@@ -36,10 +36,10 @@ def train(nb, line, name="net"):
     return nb.run(f"%%ddp_train {name} double {OPTIONS} {line}\n{LOSS}", check=True)
 
 
-def refused(nb, line, name="net"):
+def refused(nb, line, name="net", body=LOSS):
     """Run a cell that must be refused before anything starts; return what it says."""
     before = nb.eval(f"(run_files(), standby_pid(), repr({name}), nbddp.last_run and nbddp.last_run.id)")
-    cell = nb.run(f"%%ddp_train {name} double --val held_out {line}\n{LOSS}")
+    cell = nb.run(f"%%ddp_train {name} double --val held_out {line}\n{body}")
     assert cell.error is not None, cell.text
     assert nb.eval(f"(run_files(), standby_pid(), repr({name}), nbddp.last_run and nbddp.last_run.id)") == before
     return cell.error.traceback
@@ -134,7 +134,7 @@ def test_a_new_model_goes_on_from_the_checkpoint_of_a_swapped_one(nb):
     assert "1 BatchNorm layer became LayerNorm, 1 SyncBatchNorm, as in the run" in cell.text
     nb.run("net = make()", check=True)
     said = refused(nb, "--resume last --epochs 5 --norm none -n 2")
-    assert "norm=none: the checkpoint is of a model with norm={'1': 'layer', '4': 'sync'}, and its weights do not fit: leave --norm out" in said
+    assert "norm=none: the layers of the checkpoint are layer and sync: leave --norm out to go on with them" in said
 
 
 def test_a_failed_run_leaves_net_as_it_was(nb):
@@ -187,6 +187,35 @@ net = make()
     assert "1: a lazy layer knows its channels after its first batch" in refused(nb, "-n 2 --norm layer", name="lazy")
     assert "the pattern 3 matches no BatchNorm layer. The names are 1, 4" in refused(nb, "-n 2 --norm 3=layer")
     assert "norm=laier must be one of auto, keep, sync" in refused(nb, "-n 2 --norm laier")
+    said = refused(nb, "-n 2 --norm none", body=f"{LOSS}\nstages = [nbddp.Stage('a', epochs=1), nbddp.Stage('b', epochs=1, freeze='1.*')]")
+    assert "stage b: the pattern 1.* matches no parameter" in said
+    assert "norm=none leaves no parameters in 1, 4" in said
+
+
+def test_stages_freeze_what_a_swap_leaves(nb):
+    nb.run("net = make()", check=True)
+    body = f"{LOSS}\nstages = [nbddp.Stage('a', epochs=1, freeze='[14].*'), nbddp.Stage('b', epochs=1)]"
+    nb.run(f"%%ddp_train net double --batch-size 24 -n 2 --norm 1=none,4=layer\n{body}", check=True)
+    assert nb.eval("kinds(net)") == ["Identity", "LayerNorm"]
+
+
+def test_a_gradient_penalty_is_that_of_one_process(nb):
+    nb.run(
+        """
+def penalised(model, batch):
+    x = batch[0].clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return F.mse_loss(output, batch[1]) + gradient.square().mean()
+""",
+        check=True,
+    )
+    curves = []
+    for ranks in (1, 2):
+        nb.run("net = make()", check=True)
+        nb.run(f"%%ddp_train net double -n {ranks} --batch-size 24 --epochs 2\ntraining_step = penalised", check=True)
+        curves.append(nb.eval("run.history['loss'].tolist()"))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-9)
 
 
 def test_a_flow_of_masked_layers_trains_synchronised(nb):
@@ -206,3 +235,61 @@ def nll(model, batch):
     assert curves[1] == pytest.approx(curves[0], rel=1e-9)
     assert "--norm layer" not in cell.text  # which would be refused
     assert "is synchronised over the 2 ranks" in cell.text
+
+
+def test_a_net_that_was_swapped_otherwise_is_refused_and_stays(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2 --norm layer --as la")
+    nb.run("other = make()\nnbddp.swap_norm(other, 'group')\nbefore = copy.deepcopy(other.state_dict())", check=True)
+    for load in ("la.load('last', other)", "%ddp_load other {la.id}", "nbddp.load_checkpoint(la, other)"):
+        cell = nb.run(load)
+        assert cell.error is not None, (load, cell.text)
+        assert cell.error.ename == "CheckpointError"
+        assert "became group" in cell.error.traceback
+    said = refused(nb, "--resume la --epochs 4 -n 2", name="other")
+    assert "became group" in said
+    assert nb.eval("all(torch.equal(before[name], value) for name, value in other.state_dict().items())")
+
+
+def test_a_name_that_stands_for_another_object_by_now_is_not_said_to_hold_the_weights(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2 --norm keep")
+    nb.run("old = net\nnet = make()\nbefore = copy.deepcopy(net.state_dict())", check=True)
+    assert nb.run("_ = run.load('last')", check=True).text.startswith('net (the object that was bundled; run.load("last", net) loads into the one of that name now): epoch 2')
+    assert nb.eval("all(torch.equal(before[name], value) for name, value in net.state_dict().items())")
+    assert nb.run("%ddp_load net", check=True).text.startswith("net: epoch 2 of run")
+    assert nb.eval("apart(net, old)") == 0
+
+
+def test_a_run_goes_on_from_a_variable_that_holds_one(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2 --as first")
+    cell = nb.run(f"%%ddp_train net double --val held_out --resume first --epochs 3 -n 2\n{LOSS}", check=True)
+    assert f"resumes run {nb.eval('first.id')[-4:]}" in cell.text
+    assert "no effect" not in cell.text
+    cell = nb.run(f"%%ddp_train net double --val held_out --init first -n 2\n{LOSS}", check=True)
+    assert f"net starts from run {nb.eval('first.id')[-4:]}, last.pt" in cell.text
+
+
+def test_an_option_that_was_carried_over_is_not_said_to_have_no_effect(nb):
+    nb.run("net = make()", check=True)
+    train(nb, "-n 2 --norm sync")
+    nb.run("net = make()\nnbddp.swap_norm(net, 'none')\n", check=True)
+    refused(nb, "--resume last --epochs 4 -n 2")
+    nb.run("net = nn.Sequential(nn.Linear(4, 2)).double()", check=True)
+    train(nb, "-n 2 --norm sync")
+    cell = nb.run(f"%%ddp_train net double --val held_out --resume last --epochs 4 -n 2\n{LOSS}", check=True)
+    assert "no effect" not in cell.text
+
+
+def test_the_report_is_no_model(nb):
+    nb.run("net = make()", check=True)
+    for use in ("net(X.double())", "net.parameters()", "net.train()"):
+        nb.run("net = nbddp.swap_norm(make(), 'layer')", check=True)
+        assert "write swap_norm(net), and go on with net" in nb.run(use).error.evalue
+
+
+def test_what_is_said_of_a_run_calls_it_as_the_notebook_does(nb):
+    nb.run("net = make()", check=True)
+    cell = nb.run(f"%%ddp_train net double --val held_out -n 2 --as mine --no-load\n{LOSS}", check=True)
+    assert "net is unchanged, as asked; mine.load() loads the last checkpoint" in cell.text

@@ -123,7 +123,7 @@ def test_the_object_that_was_bundled_is_written_to_whatever_its_name_means_by_th
     nb.run("bundled = net", check=True)
     nb.run(f"%%ddp_train net samples {BRIEF} --background\n{STEP}", check=True)
     nb.run("net = 'something else'", check=True)
-    assert nb.run("run.wait(30)", check=True).text.startswith("net: epoch 1")
+    assert nb.run("run.wait(30)", check=True).text.startswith("net (the object that was bundled; ")
     assert nb.eval("(net, same(bundled.state_dict(), nbddp.load_checkpoint(run)), same(bundled.state_dict(), before))") == ("something else", True, False)
     nb.run("del bundled, net", check=True)
     nb.run("net = make_net()\n%ddp_train net samples -n 2 --batch-size 64 --max-steps 3 --background --loss F.cross_entropy\ndel net", check=True)
@@ -171,7 +171,7 @@ def test_checkpoints_are_loaded_by_name_and_by_epoch(nb):
     nb.run("another = make_net()\nrun.load(another, 1)", check=True)
     assert nb.eval("same(another.state_dict(), kept[1]) and same(run.model(1).state_dict(), kept[1])") is True
     nb.run("run.load('best')", check=True)
-    assert nb.run("%ddp_load another --which initial", check=True).text.startswith("Net: its initial weights")
+    assert nb.run("%ddp_load another --which initial", check=True).text.startswith("another: its initial weights")
     assert nb.eval("same(another.state_dict(), before)") is True
     nb.run("path = run.checkpoints[-1].path", check=True)
     nb.run("%ddp_load another {path}", check=True)
@@ -203,12 +203,12 @@ def test_where_a_run_starts(nb, tmp_path):
     nb.run("%%ddp_train net samples " + one.format("first"), check=True)
     nb.run("once = weights(net)", check=True)
     cell = nb.run("%%ddp_train net samples --init initial " + one.format("again"), check=True)
-    assert f"net starts from {nb.eval('first.id')}, initial.pt" in cell.text
+    assert f"net starts from run {nb.eval('first.id')[-4:]}, initial.pt" in cell.text
     assert nb.eval("same(net.state_dict(), once)") is True
     nb.run("%%ddp_train net samples " + one.format("second"), check=True)
     nb.run("twice = weights(net)\nnet = make_net()", check=True)
     cell = nb.run("%%ddp_train net samples --init {first.id} " + one.format("third"), check=True)
-    assert f"net starts from {nb.eval('first.id')}, last.pt" in cell.text
+    assert f"net starts from run {nb.eval('first.id')[-4:]}, last.pt" in cell.text
     assert nb.eval("same(net.state_dict(), twice)") is True
     torch_file = tmp_path / "bare.pt"
     nb.run(f"torch.save(once, {str(torch_file)!r})\nnet = make_net()", check=True)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from nbddp.checkpoint import buffer_names, check_plain, clear_unfinished, link, load_checkpoint, model_state, non_finite, plain, read, write
+from nbddp.checkpoint import buffer_names, check_plain, clear_unfinished, link, load_checkpoint, load_state, model_state, non_finite, plain, read, write
 from nbddp.errors import CheckpointError
 
 
@@ -115,6 +116,45 @@ def test_views_of_one_buffer_that_are_not_the_same_are_kept_apart():
     assert state["b"].tolist() == [2, 3, 4, 5]
     flat.fill_(9)
     assert state["a"].tolist() == [0, 1, 2, 3]
+
+
+class Boxed(torch.Tensor):
+    """A tensor made of another, as those of quantization libraries are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        def unboxed(value):
+            return value.inner if isinstance(value, Boxed) else value
+
+        found = function(*pytree.tree_map(unboxed, arguments), **pytree.tree_map(unboxed, keywords or {}))
+        return pytree.tree_map(lambda value: cls(value) if isinstance(value, torch.Tensor) else value, found)
+
+
+def test_tensors_made_of_others_are_not_taken_for_one():
+    """They have no memory of their own, and all are at address 0."""
+    net = nn.Module()
+    for name, value in (("x", 0.0), ("y", 1.0)):
+        net.register_buffer(name, Boxed(torch.tensor([value])))
+    assert [tensor.inner.item() for tensor in model_state(net).values()] == [0, 1]
+    load_state(net, {"x": torch.tensor([3.0]), "y": torch.tensor([4.0])}, strict=True, what="it")
+    assert [tensor.inner.item() for tensor in (net.x, net.y)] == [3, 4]
+
+
+def test_a_conjugate_and_its_original_are_not_confused(tmp_path):
+    net, other = nn.Module(), nn.Module()
+    for module, value in ((net, torch.tensor([1 + 2j])), (other, torch.zeros(1, dtype=torch.complex64))):
+        module.register_buffer("x", value)
+        module.register_buffer("y", value.conj())
+    write(tmp_path / "x.pt", {"model": model_state(net)})
+    load_checkpoint(tmp_path / "x.pt", other)
+    assert (other.x.tolist(), other.y.tolist()) == ([1 + 2j], [1 - 2j])
 
 
 def test_a_transposed_parameter_and_its_original_are_not_confused():

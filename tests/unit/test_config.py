@@ -139,8 +139,17 @@ FIELDS = {
     ),
     "norm": (
         "auto",
-        [("keep", "keep"), ("auto", "auto")],
-        [("snc", "must be one of auto, keep, sync, .*Did you mean sync"), ({"a.*": "x"}, "norm=x must be one of"), (3, STRING)],
+        [
+            *[(kind, kind) for kind in ("auto", "keep", "sync", "batch", "layer", "group", "none")],
+            *[("Layer", "layer"), ("identity", "none"), (True, "sync"), (False, "keep"), ("SyncBatchNorm", "sync"), ("layer_norm", "layer")],
+            ({"a.*": "GroupNorm", "*": "auto"}, {"a.*": "group", "*": "auto"}),
+        ],
+        [
+            ("head.*:layer", r"must be a kind, or pattern=value: write head\.\*=layer"),
+            ("snc", "must be one of auto, keep, sync, .*Did you mean sync"),
+            ({"a.*": "x"}, "norm=x must be one of"),
+            (3, STRING),
+        ],
     ),
     "val_every": (
         "1 epoch",
@@ -288,7 +297,7 @@ CONFLICTS = [
 
 SAID_OF_CONFLICTS = (
     *("give one of the two", "leave one of the two out", "has no fused kernels", "has none; ", "can't undo a step of lbfgs"),
-    *("needs base_batch_size", "without lr_scale", "there is nothing to compile"),
+    *("needs base_batch_size", "without lr_scale", "there is nothing to compile", "lbfgs compares them"),
 )
 
 

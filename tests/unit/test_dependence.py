@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections import namedtuple
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ import zuko
 from nflows.flows import MaskedAutoregressiveFlow
 from nflows.transforms.made import MADE
 from torch import nn
+from torch.nn.utils import prune
 
 from nbddp.errors import ConfigError
 from nbddp.norm.dependence import Gain, calls, dependencies, gained
@@ -413,10 +415,69 @@ def test_a_model_that_raises_is_told_with_its_error():
 
 def test_a_model_that_cannot_be_copied():
     model = nn.Linear(2, 2)
-    model.cached = model(torch.randn(1, 2))
-    with pytest.raises(ConfigError, match="Linear cannot be copied, and example= works on a copy: RuntimeError") as caught:
+    model.lock = threading.Lock()
+    with pytest.raises(ConfigError, match="Linear cannot be copied, and example= works on a copy: TypeError") as caught:
         dependencies(model, torch.randn(3, 2))
     assert caught.value.__cause__ is not None
+
+
+def test_weights_that_a_hook_makes_are_copied_without_their_history():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    prune.custom_from_mask(net[0], "weight", torch.eye(3))
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(net[2])
+    net(torch.randn(2, 3))
+    assert not net[0].weight.is_leaf
+    assert not net[2].weight.is_leaf
+    assert dependencies(net, torch.randn(4, 3)).table.all()
+    assert dependencies(net[0], torch.randn(4, 3)).table.equal(torch.eye(3).bool())
+    net.cached = net(torch.randn(1, 3))
+    assert dependencies(net, torch.randn(4, 3)).table.all()
+
+
+def frozen_mask(rows):
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(*rows.shape[::-1])
+            self.mask = nn.Parameter(rows, requires_grad=False)
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+    return Layer()
+
+
+def masked_at_first(rows):
+    """Zeros that its gradient keeps."""
+    layer = nn.Linear(*rows.shape[::-1])
+    layer.register_buffer("mask", rows)
+    layer.weight.data *= rows
+    layer.weight.register_hook(lambda grad: grad * rows)
+    return layer
+
+
+def masked_by_a_hook(rows):
+    def mask(layer, _):
+        layer.weight.data.mul_(layer.mask)
+
+    layer = nn.Linear(*rows.shape[::-1])
+    layer.register_buffer("mask", rows)
+    layer.register_forward_pre_hook(mask)
+    return layer
+
+
+@pytest.mark.parametrize("make", [frozen_mask, masked_at_first, masked_by_a_hook])
+def test_random_weights_are_masked_however_the_own_ones_are(make):
+    rows = torch.tensor([[1.0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    net = nn.Sequential(make(rows), nn.BatchNorm1d(4), nn.Tanh(), make(torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 1], [1, 1, 0, 1]])))
+    assert dependencies(net, torch.randn(4, 3)).table.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
+    assert str(gain(net, nn.LayerNorm, torch.randn(4, 3))) == "output 1 would depend on input 1"
+
+
+def test_frozen_weights_of_zeros_and_others_are_no_masks():
+    layer = nn.Linear(3, 3).requires_grad_(False)
+    layer.weight.zero_()
+    assert dependencies(layer, torch.randn(4, 3)).table.all()
 
 
 @pytest.mark.parametrize("example", [torch.zeros(3, 2, dtype=torch.long), torch.tensor(1.0), torch.zeros(0, 2), (), "x"])

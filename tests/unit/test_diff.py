@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -79,6 +81,15 @@ def test_nan_at_the_same_places_is_the_same_and_said():
     assert difference(torch.tensor([NAN]), torch.tensor([NAN])).kind == "same"
 
 
+class Stubborn:
+    """Does not compare, as some classes of users don't."""
+
+    def __eq__(self, other):
+        raise TypeError
+
+    __hash__ = None
+
+
 @pytest.mark.parametrize(
     "mine, theirs, kind",
     [
@@ -88,6 +99,12 @@ def test_nan_at_the_same_places_is_the_same_and_said():
         ((1, 2), (1, 2, 3), "values"),
         (1, True, "values"),
         (torch.ones(1), 1, "values"),
+        (np.ones(2), torch.ones(2, dtype=torch.float64), "same"),  # as a checkpoint holds it
+        ({"a": np.ones(2)}, {"a": np.zeros(2)}, "values"),
+        ({"a": [math.nan, complex(0, math.nan)]}, {"a": [math.nan, complex(0, math.nan)]}, "same"),
+        (math.nan, 1.0, "values"),
+        (collections.deque([1]), [1], "same"),
+        (Stubborn(), Stubborn(), "values"),
     ],
 )
 def test_extra_states_are_compared_too(mine, theirs, kind):
@@ -241,10 +258,33 @@ def test_which_is_of_both_runs(tmp_path, one, nets):
 def test_what_holds_no_weights_is_refused(tmp_path, one):
     with pytest.raises(ConfigError, match=r"run\.diff takes a run, its id or directory, a checkpoint file, a state dict or a module, not a int"):
         one.diff(5)
-    for nothing in ({}, {1: torch.ones(1)}):
+    for nothing in ({}, {1: torch.ones(1)}, {"a": 1}, {"model": {"a": torch.ones(1)}}, torch.optim.SGD([nn.Parameter(torch.ones(1))]).state_dict()):
         with pytest.raises(ConfigError, match=r"run\.diff was given a dict that is no state dict"):
             one.diff(nothing)
     with pytest.raises(CheckpointError, match=rf"no checkpoint {tmp_path}/none\.pt"):
         one.diff(tmp_path / "none.pt")
     with pytest.raises(ConfigError, match="no run none in"):
         one.diff("none")
+    for text in ("", "~nobody-of-this-name"):
+        with pytest.raises(ConfigError):
+            one.diff(text)
+    with pytest.raises(ConfigError, match=r"no run x{300} in"):
+        one.diff("x" * 300)
+    with pytest.raises(ConfigError, match=r"run\.diff: weight of Linear is on the meta device and has no values to compare"):
+        one.diff(nn.Linear(2, 2, device="meta"))
+
+
+def test_numbers_of_epochs_are_those_of_numpy_too(one):
+    for epoch in (1, np.int64(1), np.argmax([0.0, 1.0])):
+        assert one.diff(one, epoch).equal
+
+
+def test_names_are_shown_in_a_line(one):
+    found = one.diff({"a\n\x1b[31m": torch.ones(1), "b" * 500: torch.ones(1)})
+    assert max(map(len, repr(found).splitlines())) < 220
+    assert r"a\n\x1b[31m" in repr(found)
+
+
+def test_what_is_on_one_side_alone_does_not_differ_less():
+    found = StateDiff(compare({f"x{index}": torch.ones(1) for index in range(50)}, {}))
+    assert repr(found).splitlines()[-1] == "and 10 more"

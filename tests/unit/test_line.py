@@ -171,6 +171,7 @@ def test_help_is_asked_for_before_anything_else_is_checked():
         ("net data --norm {encoder:", "the closing } is missing"),
         ("net data --norm {encoder}", "norm={encoder}: not a dict of quoted names"),
         ("net data --norm a=sync,b", "every part must be pattern=value"),
+        ("net data --norm a=sync,b=keep,a=layer", "a stands there twice: keep one"),
     ],
 )
 def test_refusals_name_rule_and_remedy(line, said):

@@ -7,6 +7,8 @@ import contextlib
 import copy
 import os
 import re
+import subprocess
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -114,6 +116,11 @@ def test_a_pickled_module_is_taken_apart_where_its_code_may_run(file):
         path = file(content)
         assert "holds pickled objects beside tensors (torch.nn.modules.linear.Linear)" in refused(path, nn.Linear(2, 2))
         assert same(load_checkpoint(path, nn.Linear(2, 2), weights_only=False), net)
+
+
+def test_a_model_without_entries_is_loaded_from_any_wrapper(file):
+    for content in ({"model": nn.Tanh().state_dict(), "epoch": 2}, {"state_dict": nn.Tanh().state_dict()}):
+        assert dict(load_checkpoint(file(content))) == {}
 
 
 def test_a_model_without_entries_is_loaded(file):
@@ -233,7 +240,9 @@ def test_code_runs_only_where_it_is_asked_for_by_name(tmp_path, monkeypatch, nam
     torch.save(wrap(net.state_dict(), Code(mark)), path, _use_new_zipfile_serialization=zipped)
     for model in (None, nn.Linear(2, 2)):
         for strict in (True, False):
-            with pytest.raises(CheckpointError, match=r"holds pickled objects beside tensors \((posix|nt)\.mkdir\); weights_only=False runs what they say"):
+            with pytest.raises(
+                CheckpointError, match=r"holds pickled objects beside tensors \((posix|nt)\.mkdir\); nbddp\.load_checkpoint\(FILE, weights_only=False\) runs"
+            ):
                 load_checkpoint(path, model, strict)
     assert not mark.exists()
     with contextlib.suppress(CheckpointError):
@@ -241,12 +250,21 @@ def test_code_runs_only_where_it_is_asked_for_by_name(tmp_path, monkeypatch, nam
     assert mark.exists()
 
 
+@pytest.mark.parametrize("value", [0, None, [], "", "False"])
+@pytest.mark.parametrize("model", [None, nn.Linear(2, 2)])
+def test_what_only_counts_as_false_runs_no_code(file, tmp_path, value, model):
+    path = file({"model": nn.Linear(2, 2).state_dict(), "code": Code(tmp_path / "ran")})
+    with pytest.raises(ConfigError, match=r"weights_only=.* must be True or False"):
+        load_checkpoint(path, model, weights_only=value)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_class_in_the_hyper_parameters_is_named(file):
     net = nn.Linear(2, 2)
     path = file(lightning(prefixed(net.state_dict(), "model."), args=argparse.Namespace(lr=0.1)), "last.ckpt")
     message = refused(path, nn.Linear(2, 2))
     assert message == f"{path} can't be read: it holds pickled objects beside tensors (argparse.Namespace); " + (
-        "weights_only=False runs what they say, for files that you trust"
+        "nbddp.load_checkpoint(FILE, weights_only=False) runs what they say, for files that you trust"
     )
     assert same(load_checkpoint(path, nn.Linear(2, 2), weights_only=False), net)
 
@@ -291,6 +309,44 @@ def test_a_folder_that_is_no_run_says_what_is_in_it(tmp_path):
         load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".pt", "x\0y.pt", "x\ny"])
+def test_a_text_that_can_not_be_a_path_is_an_error_in_a_line(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("NBDDP_RUN_ROOT", str(tmp_path))
+    with pytest.raises(CheckpointError):
+        load_checkpoint(name)
+
+
+AS_NOBODY = """
+import os, sys
+import nbddp
+from nbddp.checkpoint.door import Place
+from nbddp.errors import CheckpointError
+os.getuid() or os.setuid(65534)
+try:
+    Place.of(sys.argv[1])
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_where_the_system_does_not_let_us_look_it_says_so(tmp_path):
+    (tmp_path / "closed").mkdir()
+    torch.save({}, tmp_path / "closed" / "x.pt")
+    (tmp_path / "closed").chmod(0)
+    try:
+        done = subprocess.run([sys.executable, "-c", AS_NOBODY, tmp_path / "closed" / "x.pt"], capture_output=True, text=True, timeout=60, check=True)
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+    assert done.stdout == f"{tmp_path}/closed/x.pt can't be read: Permission denied\n"
+
+
+def test_a_link_to_nothing_is_not_listed_as_a_file(tmp_path):
+    (tmp_path / "x.pt").symlink_to("nowhere")
+    torch.save({}, tmp_path / "y.pt")
+    with pytest.raises(CheckpointError, match=rf"no checkpoint {tmp_path}/x\.pt; {tmp_path} has y\.pt$"):
+        load_checkpoint(tmp_path / "x.pt")
+
+
 def test_a_missing_file_lists_others_the_nearest_first(tmp_path):
     for name in [*(f"{letter}.pt" for letter in "abcdefgh"), "epoch=3.ckpt", "epoch-3.safetensors", "notes.txt"]:
         (tmp_path / name).touch()
@@ -306,6 +362,10 @@ def test_a_missing_file_lists_others_the_nearest_first(tmp_path):
     [
         ((5,), "load_checkpoint takes a checkpoint file, a run, its id or its directory, not a int"),
         ((None,), "not a NoneType"),
+        (("",), "the path of the checkpoint is empty"),
+        (("~nobody-of-this-name/x.pt",), "~nobody-of-this-name/x.pt: Could not determine home directory"),
+        (("x.pt", None, 0), "load_checkpoint: strict=0 must be True or False"),
+        (("x.pt", None, "no"), "load_checkpoint: strict='no' must be True or False"),
         ((nn.Linear(1, 1), "x.pt"), "not a Linear; the model comes second"),
     ],
 )

@@ -180,6 +180,25 @@ def test_buffers_and_views_that_are_one_tensor_are_tied_as_well(file):
     assert same(load_checkpoint(file({"other": net.one}), Shared()), net)
 
 
+class Transposed(nn.Module):
+    """An autoencoder whose decoder is its encoder, transposed: one memory in two shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3, 2), nn.Linear(2, 3)
+        self.decoder.weight = nn.Parameter(self.encoder.weight.detach().t())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_different_values_for_views_of_one_memory_are_an_error_too(file, strict):
+    net, wanted = Transposed(), Transposed().double()
+    load_checkpoint(file(wanted.state_dict()), net, strict=strict)
+    assert torch.equal(net.decoder.weight.t(), wanted.encoder.weight.float())
+    assert net.decoder.weight.data_ptr() == net.encoder.weight.data_ptr()
+    message = refused(file({**wanted.state_dict(), "encoder.weight": torch.ones(2, 3)}), net, strict=strict)
+    assert table(message) == ["tied encoder.weight shares memory with another entry, and the file has different values for them"]
+
+
 def test_different_values_for_tied_tensors_are_an_error(file):
     net = Transformer()
     state = {**net.state_dict(), "head.weight": net.head.weight.detach() + 1}
@@ -226,6 +245,10 @@ def holding(value):
         (torch.zeros(2, dtype=torch.uint8), torch.tensor([300, 4]), False),
         (torch.zeros(2, dtype=torch.bool), torch.tensor([1, 0], dtype=torch.uint8), True),
         (torch.zeros(2, dtype=torch.bool), torch.tensor([2, 0], dtype=torch.uint8), False),
+        (torch.zeros(2, dtype=torch.uint8), torch.tensor([-1, 4], dtype=torch.int8), False),
+        (torch.zeros(2, dtype=torch.int8), torch.tensor([200, 4], dtype=torch.uint8), False),
+        (torch.zeros(2, dtype=torch.int64), torch.tensor([2**63, 4], dtype=torch.uint64), False),
+        (torch.zeros(2, dtype=torch.uint64), torch.tensor([5, 4]), True),
         (torch.zeros(2), torch.tensor([True, False]), True),
         (torch.zeros(2), torch.tensor([1, 2]), True),
         (torch.zeros(2, dtype=torch.complex64), torch.tensor([1.0, 2.0]), True),
@@ -247,9 +270,45 @@ def test_values_are_cast_where_they_stay_what_they_are(file, own, value, fits):
         assert table(refused(file({"x": value}), net)) == [f"dtype x the model has {kinds[0]}, which can't hold the {kinds[1]} of the file"]
 
 
+def test_values_that_become_infinite_are_said(file, capsys):
+    net = nn.Linear(2, 1).half()
+    load_checkpoint(file({"weight": torch.tensor([[1e6, 1.0]]), "bias": torch.tensor([float("inf")])}), net)
+    assert net.weight.tolist() == [[float("inf"), 1.0]]
+    assert capsys.readouterr().out.endswith("values became inf, which the model's dtype can't hold: weight\n")
+
+
 def test_what_is_no_tensor_where_the_model_has_one_is_said(file):
     path = file({"weight": torch.ones(2, 2), "bias": [1.0, 2.0]})
     assert table(refused(path, nn.Linear(2, 2))) == ["dtype bias the model has a tensor, the file a list"]
+
+
+@pytest.mark.parametrize(
+    "own, value, said",
+    [
+        (torch.zeros(2, 2), torch.ones(2, 2).to_sparse(), "the model has a dense tensor, the file a sparse_coo one"),
+        (torch.ones(2, 2).to_sparse(), torch.ones(2, 2), "the model has a sparse_coo tensor, the file a dense one"),
+        (torch.zeros(2, 2), torch.ones(2, 2, device="meta"), "the file has no values for it: it was on the meta device"),
+    ],
+)
+def test_tensors_that_keep_their_values_otherwise_do_not_fit(file, own, value, said):
+    net, path = holding(own), file({"x": value, "y": torch.ones(1)})
+    net.register_buffer("y", torch.zeros(1))
+    with pytest.raises(CheckpointError, match="the model is unchanged") as caught:
+        load_checkpoint(path, net)
+    assert table(str(caught.value)) == [f"dtype x {said}"]
+    assert misfits(net, {"x": value, "y": torch.ones(1)}) == [f"dtype  x  {said}"]
+    assert net.y == 0
+
+
+def test_tensors_that_no_one_can_write_to_are_named(file):
+    net = holding(torch.zeros(1).expand(3))
+    net.register_buffer("y", torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"Module can't be loaded into: elements of x are one in memory, as expand\(\) makes them; \.clone\(\)"):
+        load_checkpoint(file({"x": torch.ones(3), "y": torch.ones(1)}), net)
+    with torch.inference_mode():
+        net = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"Linear can't be loaded into: weight was made in torch\.inference_mode\(\), and can be written"):
+        load_checkpoint(file(nn.Linear(2, 2).state_dict()), net)
 
 
 def test_models_without_memory_are_refused(file):

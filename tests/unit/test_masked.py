@@ -14,7 +14,7 @@ from nflows.nn.nets import ResidualNet
 from nflows.transforms import AffineCouplingTransform, CompositeTransform, MaskedAffineAutoregressiveTransform, ReversePermutation
 from nflows.transforms.made import MADE
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from nbddp.norm.masked import mixing, networks
 
@@ -211,7 +211,7 @@ def test_the_reason_names_layers_and_a_pair_that_autograd_confirms():
     reason = refused(flow)["transform.transforms.0.hyper.1.0"]
     assert reason == (
         "transform.transforms.0.hyper.1.0 stands between masked layers (transform.transforms.0.hyper.0, transform.transforms.0.hyper.2): "
-        "normalizing over features would let output 2 depend on input 1, which the masks hide"
+        "normalizing over features would let output 2 depend on input 1 (of transform.transforms.0.hyper), which the masks hide"
     )
     hyper = flow.transform.transforms[0].hyper
     assert reach(hyper, ["1.0"], 3)[2, 1]
@@ -373,10 +373,25 @@ def normed(mask):
     return parametrizations.weight_norm(zuko.nn.MaskedLinear(mask))
 
 
+class Mask(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("mask", mask.float())
+
+    def forward(self, weight):
+        return weight * self.mask
+
+
+def parametrized(mask):
+    layer = nn.Linear(*mask.shape[::-1])
+    parametrize.register_parametrization(layer, "weight", Mask(mask))
+    return layer
+
+
 @pytest.mark.parametrize(
     "layer",
-    [OfLinear, lambda mask: OfLinear(mask, 3), Frozen, Attribute, Transposed, normed],
-    ids=["held", "conditioned", "frozen", "attribute", "transposed", "weight norm"],
+    [OfLinear, lambda mask: OfLinear(mask, 3), Frozen, Attribute, Transposed, normed, parametrized],
+    ids=["held", "conditioned", "frozen", "attribute", "transposed", "weight norm", "parametrized"],
 )
 def test_masked_layers_written_in_other_ways_are_found(layer):
     first = torch.tensor([[1, 0], [1, 1], [1, 0]]).bool()
@@ -384,6 +399,51 @@ def test_masked_layers_written_in_other_ways_are_found(layer):
     assert list(refused(nn.Sequential(layer(first), nn.BatchNorm1d(3), layer(last)))) == ["1"]
     same = torch.tensor([[1, 0], [1, 0], [1, 0]]).bool()
     assert refused(nn.Sequential(layer(same), nn.BatchNorm1d(3), layer(last))) == {}
+
+
+def made_of(features=5, width=20):
+    """The masks of an autoregressive network."""
+    degrees = [torch.arange(features), torch.arange(width) % (features - 1), torch.arange(width) % (features - 1)]
+    return [degrees[1][:, None] >= degrees[0], degrees[2][:, None] >= degrees[1], degrees[0][:, None] > degrees[2]]
+
+
+@pytest.mark.parametrize("layer", [Transposed, Frozen, parametrized], ids=["transposed", "frozen", "parametrized"])
+def test_square_masks_are_taken_as_those_beside_them(layer):
+    first, middle, last = made_of()
+    reasons = refused(nn.Sequential(layer(first), nn.BatchNorm1d(20), nn.ReLU(), layer(middle), nn.BatchNorm1d(20), nn.ReLU(), layer(last)))
+    assert list(reasons) == ["1", "4"]
+    assert all("would let output 1 depend on input 1" in reason for reason in reasons.values())
+
+
+class InOneForward(nn.Module):
+    """The masks of all layers are held by the network, as buffers or in a list."""
+
+    def __init__(self, *, listed):
+        super().__init__()
+        masks = [mask.float() for mask in made_of()]
+        if listed:
+            self.masks = masks
+        self.layers = nn.ModuleList(nn.Linear(*mask.shape[::-1]) for mask in masks) if listed else None
+        for number, mask in enumerate(() if listed else masks):
+            self.register_buffer(f"mask{number}", mask)
+            self.add_module(f"layer{number}", nn.Linear(*mask.shape[::-1]))
+        self.norm = nn.BatchNorm1d(20)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_network_that_holds_all_masks_itself_is_undecided(listed):
+    (reason,) = refused(InOneForward(listed=listed)).values()
+    assert reason.startswith("norm stands among masked layers (the model itself)")
+    assert reason.endswith("cannot be read from the masks alone")
+    beside = nn.ModuleDict({"flow": InOneForward(listed=listed), "embedding": nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20))})
+    assert list(refused(beside)) == ["flow.norm"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_masked_layers_that_torch_jit_compiled_are_seen():
+    first, _, last = made_of()
+    layers = [torch.jit.script(zuko.nn.MaskedLinear(mask)) for mask in (first, last)]
+    assert list(refused(nn.Sequential(layers[0], nn.BatchNorm1d(20), layers[1]))) == ["1"]
 
 
 class Unknown(nn.Module):

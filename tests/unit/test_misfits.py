@@ -79,7 +79,7 @@ def test_a_prefix_of_all_names_is_one_line(file):
     other = ResNet()
     (line,) = table(refused(path, other))
     assert line.startswith("all 32 names in the file that don't fit begin with 'backbone.net.', which the model's lack: ")
-    other.load_state_dict(eval(line.partition("lack: ")[2].rpartition(" has")[0], {"nbddp": nbddp, "FILE": path}))
+    exec(line.partition("lack: ")[2].rpartition(" loads it")[0], {"model": other, "nbddp": nbddp, "FILE": path})
     assert same(net, other)
     (line,) = table(refused(file(net.state_dict()), nn.ModuleDict({"net": other})))
     assert (
@@ -270,6 +270,60 @@ def test_an_interrupt_leaves_the_model(file):
     with pytest.raises(KeyboardInterrupt):
         load_checkpoint(file(ResNet().state_dict()), net)
     assert unchanged(net, before)
+
+
+def test_a_tensor_that_can_not_be_written_to_does_not_keep_the_others_from_being_undone(file):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].register_buffer("x", torch.zeros(1).expand(3), persistent=False)
+    net.register_load_state_dict_post_hook(lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in refused(file({name: value + 1 for name, value in net.state_dict().items()}), net)
+
+
+class Tells(nn.Module):
+    """Has a `load_state_dict` of its own that returns nothing, and takes what it loads out of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def state_dict(self):
+        return super().state_dict()
+
+    def load_state_dict(self, state, strict=True):
+        super().load_state_dict({name: state.pop(name) for name in list(state)}, strict=strict)
+
+
+def test_a_model_whose_own_method_tells_nothing_is_loaded_or_left(file, capsys):
+    net, wanted = Tells(), Tells()
+    load_checkpoint(file(wanted.state_dict()), net)
+    assert same(net, wanted)
+    assert table(refused(file({"inner.weight": torch.ones(2, 2), "more": torch.ones(1)}), net)) == [
+        'Missing key(s) in state_dict: "inner.bias".',
+        'Unexpected key(s) in state_dict: "more".',
+    ]
+    load_checkpoint(file({"inner.weight": torch.ones(2, 2)}), net, strict=False)
+    assert torch.equal(net.inner.weight, torch.ones(2, 2))
+    assert "1 entry loaded, left out:\n  missing  inner.bias" in capsys.readouterr().out
+
+
+def test_names_of_a_file_can_not_write_to_a_terminal_or_fill_it(file):
+    path = file({"a\n\x1b[31m": torch.ones(1), "b" * 5000: torch.ones(1), "": torch.ones(1), **nn.Linear(2, 2).state_dict()})
+    lines = table(refused(path, nn.Linear(2, 2)))
+    assert lines[0] == r"unexpected a\n\x1b[31m in the file alone"
+    assert re.fullmatch(r"unexpected b{59}…b{60} in the file alone", lines[1])
+    assert lines[2] == "unexpected '' in the file alone"
+
+
+class Refuses(nn.Linear):
+    def _load_from_state_dict(self, *arguments):
+        arguments[-1].append("not here " * 200)
+
+
+def test_what_torch_says_of_each_entry_is_cut(file):
+    net = nn.ModuleList(Refuses(1, 1) for _ in range(40))
+    lines = refused(file(net.state_dict()), net).splitlines()
+    assert (len(lines), lines[-1].strip()) == (14, "and 28 more")
+    assert max(map(len, lines)) < 400
 
 
 def test_a_hook_that_puts_other_tensors_in_is_undone_too(file):

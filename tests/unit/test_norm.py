@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch._dynamo  # which sets an environment variable when it is imported first
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import nbddp
 from nbddp import norm
 from nbddp.errors import ConfigError
-from nbddp.norm import BatchNorm, LayerNorm, SyncBatchNorm, apply, swapped
+from nbddp.norm import BatchNorm, LayerNorm, SyncBatchNorm, apply, swapped, without_dropped
 from support.nets import Language, Recurrent, ResNet, flow
 
 
@@ -187,6 +187,24 @@ def test_lazy_layers_are_swapped_once_they_have_seen_a_batch():
     assert type(net[1]) is nn.BatchNorm1d
 
 
+@pytest.mark.parametrize("options", [{"affine": False, "track_running_stats": False}, {}], ids=["no tensors", "tensors of a state dict"])
+def test_a_lazy_layer_is_one_until_it_has_seen_a_batch_whatever_it_holds(options):
+    net = nn.Sequential(nn.Linear(4, 8), nn.LazyBatchNorm1d(**options))
+    net.load_state_dict(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, **options)).state_dict())
+    with pytest.raises(ConfigError, match="1: a lazy layer knows its channels after its first batch"):
+        nbddp.swap_norm(net, "group")
+    before = vars(net[1]).copy()
+    with pytest.raises(ConfigError, match="1 can't become sync: a lazy layer knows its channels after its first batch"):
+        apply(net, {"1": "sync"})
+    assert vars(net[1]) == before
+    assert net(torch.randn(3, 4)).shape == (3, 8)
+
+
+class Called(nn.BatchNorm1d):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
 class Scaled(nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x) * 2
@@ -197,15 +215,105 @@ class Renamed(nn.BatchNorm1d):
 
 
 def test_what_can_not_become_something_else_is_left_and_said():
-    net = nn.Sequential(Scaled(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3), Renamed(3), nn.InstanceNorm1d(3, affine=True))
+    net = nn.Sequential(Scaled(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3), Renamed(3), nn.InstanceNorm1d(3, affine=True), nn.BatchNorm1d(3), Called(3))
     parametrize.register_parametrization(net[2], "weight", nn.Softplus())
+    plain = net[5].forward
+    net[5].forward = lambda x: plain(x) * 2
     report = nbddp.swap_norm(net, "layer")
     assert report.replaced == ["1", "3"]
     assert {row.layer: row.note for row in report if not row.replaced} == {
         "0": "Scaled has a forward of its own, which would be lost",
         "2": "its parametrization would be lost",
+        "5": "it has a forward of its own, which would be lost",
+        "6": "Called has a forward of its own, which would be lost",
     }
     assert isinstance(net[4], nn.InstanceNorm1d)
+    with pytest.raises(ConfigError, match="0 can't become sync: Scaled has a forward of its own"):
+        apply(net, {"1": "layer", "0": "sync"})
+    assert report.kinds == norm.became(net) == {"1": "layer", "3": "layer"}
+
+
+@pytest.mark.parametrize("to, replaced", [("sync", ["1"]), ("layer", ["1"]), ("group", ["1"]), ("none", [])])
+def test_layers_whose_weights_a_hook_makes(to, replaced):
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    prune.random_unstructured(net[1], "weight", 0.5)
+    report = nbddp.swap_norm(net, to)
+    assert report.replaced == replaced
+    assert [row.note for row in report if not row.replaced] == ["its pruning, or its weight normalization, would be lost"] * (to == "none")
+    net(torch.randn(3, 4)).sum().backward()
+    assert to == "none" or (net[1].weight_orig.grad is not None and not net[1].weight[net[1].weight_mask == 0].any())
+
+
+def test_torchs_own_synchronised_layer_becomes_that_for_the_cpu_and_the_report_tells_them_apart():
+    net = nn.Sequential(nn.SyncBatchNorm(4))
+    report = nbddp.swap_norm(net, "sync")
+    assert type(net[0]) is SyncBatchNorm
+    assert report.replaced == ["0"]
+    assert (report[0].before, report[0].after) == ("torch.SyncBatchNorm", "nbddp.SyncBatchNorm")
+    assert nbddp.swap_norm(net, "sync").replaced == []
+
+
+class Flat(nn.BatchNorm2d):
+    """Takes features without positions."""
+
+    def _check_input_dim(self, x):
+        assert x.dim() == 2
+
+
+def test_a_subclass_for_inputs_of_its_own_takes_them_afterwards():
+    for path in (["sync", "batch"], ["layer"], ["group"], ["none"]):
+        net = nn.Sequential(Flat(8))
+        for to in path:
+            assert nbddp.swap_norm(net, to).replaced == ["0"]
+            assert net(torch.randn(3, 8)).shape == (3, 8)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("path", [["1"], [""]], ids=["a part", "all of it"])
+def test_layers_that_torch_jit_compiled_are_told_of(path):
+    net = nn.Sequential(nn.BatchNorm1d(4), torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))))
+    report = nbddp.swap_norm(net if path == ["1"] else net[1], "layer")
+    assert report.replaced == (["0"] if path == ["1"] else [])
+    assert [tuple(vars_of(row)) for row in report if not row.replaced] == [
+        ("1.1" if path == ["1"] else "1", "BatchNorm1d", "BatchNorm1d", "is compiled by torch.jit: swap before that")
+    ]
+
+
+def vars_of(row):
+    return row.layer, row.before, row.after, row.note
+
+
+class Siamese(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, **options))
+        self.other = nn.Sequential(nn.Linear(4, 8), self.one[1])
+
+
+@pytest.mark.parametrize("to", ["layer", "group", "none"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Siamese,
+        lambda: Siamese(track_running_stats=False),
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.Sequential(torch.compile(nn.Sequential(nn.BatchNorm1d(4)), backend="eager")),
+        lambda: nn.DataParallel(nn.Sequential(nn.BatchNorm1d(4))),
+    ],
+    ids=["shared", "without running statistics", "the model itself", "compiled", "wrapped"],
+)
+def test_weights_from_before_a_swap_fit_without_what_it_dropped(to, make):
+    net = make()
+    before = bits(net)
+    assert nbddp.swap_norm(net, to).replaced
+    kept = without_dropped(before, net)
+    assert not any(net.load_state_dict(kept))
+    assert set(kept) == set(net.state_dict())
+
+
+def test_what_only_looks_like_dropped_weights_is_a_misfit():
+    state = nn.Sequential(nn.Linear(4, 4)).state_dict()
+    assert set(without_dropped(state, nn.Sequential(nn.Identity()))) == set(state)
 
 
 def test_only_skip_and_patterns():
@@ -237,6 +345,8 @@ def test_a_cell_that_swaps_can_be_run_again(to):
     [
         (lambda net: nbddp.swap_norm(net, "layers"), "to='layers' must be one of sync, batch, layer, group, none. Did you mean layer?"),
         (lambda net: nbddp.swap_norm(net, None), "to=None must be one of"),
+        (lambda net: nbddp.swap_norm(net, "auto"), "auto is an option of training: here it is sync"),
+        (lambda net: nbddp.swap_norm(net, "head.*=group,*=sync"), r"By pattern it is a dict: {'head.\*': 'group', '\*': 'sync'}"),
         (lambda net: nbddp.swap_norm(net, {"stem.*": "auto"}), r"to\['stem.\*'\]='auto' must be one of"),
         (lambda net: nbddp.swap_norm(net, {3: "sync"}), "the pattern 3 must be a string"),
         (lambda net: nbddp.swap_norm(net, {"steam.*": "sync"}), r"the pattern steam.\* matches no BatchNorm layer. Did you mean stem.\*"),

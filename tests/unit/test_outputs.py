@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,6 +83,12 @@ def test_structures_stay_what_they_are():
     assert counted["other"] == []
 
 
+def test_mappings_that_can_not_be_changed_are_made_anew():
+    found = joined(lambda x: types.MappingProxyType({"a": x.half()}))
+    assert type(found) is types.MappingProxyType
+    assert found["a"].dtype is torch.float32
+
+
 def test_gradients_and_views_do_not_hold_the_graph():
     assert not joined(lambda x: x.clone().requires_grad_() * 2).requires_grad
 
@@ -97,6 +104,9 @@ def test_gradients_and_views_do_not_hold_the_graph():
         (lambda x: x[:, : len(x)], r"returned an output of \(1,\) float32 per sample, and before that of \(2,\) float32"),
         (lambda x: x if len(x) > 1 else x.double(), r"returned an output of \(2,\) float64 per sample, and before that of \(2,\) float32"),
         (lambda x: {"a": x} if len(x) > 1 else {"b": x}, r"returned output\['b'\], and before that output\['a'\]"),
+        (lambda x: x.to_sparse(), r"returned an output that is no dense tensor: \.to_dense\(\)"),
+        (lambda x: [], "returned an output without a tensor in it, a list: there is nothing to join"),
+        (lambda x: {"a": (None, None)}, "returned an output without a tensor in it, a dict"),
         (lambda x: [x] * len(x), r"returned output\[0\], and before that output\[0\], output\[1\]"),
     ],
 )

@@ -121,3 +121,25 @@ def test_by_default_it_is_for_the_gpu_and_auto_is_what_it_computes_in_natively()
         assert (x @ x).dtype is torch.float16
     with pytest.raises(ConfigError, match=rf"device={torch.cuda.device_count()}: the visible GPUs are 0"):
         nbddp.autocast("bf16", torch.cuda.device_count())
+
+
+def test_functions_that_go_on_after_they_have_returned_are_refused():
+    async def later(x):
+        return x @ x
+
+    def one_by_one(x):
+        yield x @ x
+
+    async def both(x):
+        yield x @ x
+
+    for function in (later, one_by_one, both):
+        with pytest.raises(ConfigError, match=f"{function.__name__} runs on after it has returned, outside of the context: write `with nbddp.autocast"):
+            nbddp.autocast("bf16")(function)
+
+
+def test_what_can_not_be_called_is_not_decorated():
+    with pytest.raises(ConfigError, match=r"nbddp\.autocast\('bf16'\) decorates a function, not a int"):
+        nbddp.autocast("bf16")(3)
+    with pytest.raises(ConfigError, match=r'takes a precision first, as in @nbddp\.autocast\("bf16"\), not a function'):
+        nbddp.autocast(lambda x: x)

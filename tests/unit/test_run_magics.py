@@ -295,3 +295,9 @@ def test_tab_offers_the_runs(root, live):
     other = finished(root, epochs=1, steps_per_epoch=10)
     for magic, text in (("ddp_attach", ""), ("ddp_stop", "2"), ("ddp_load", "net "), ("ddp_train", "net data --init 2")):
         assert {offer for offer, _ in complete(magic, text, {})[1]} == {live.run_dir.id, other.id}
+
+
+def test_a_text_that_can_not_be_a_path_is_no_traceback(shell, root):
+    for word in ("x" * 300, "{net}", "''"):
+        shell.run(f"%ddp_load net {word}", check=False)
+        assert type(shell.error).__name__ == "ConfigError"

@@ -144,3 +144,6 @@ def test_runs_are_found_by_a_part_of_their_id_that_is_theirs_alone(root):
         find_run(one.id[:6], root)
     with pytest.raises(ConfigError, match="no run nowhere in "):
         find_run("nowhere", root)
+    for nothing in ("", "x" * 300, "~nobody-of-this-name"):
+        with pytest.raises(ConfigError, match=f"no run {nothing} in"):
+            find_run(nothing, root)

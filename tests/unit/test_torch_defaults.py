@@ -20,6 +20,16 @@ def now():
     return torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
 
 
+def test_inference_mode_and_switched_off_gradients_do_not_reach_inside():
+    with torch.inference_mode(), torch_defaults(CPU, dtype="float32", matmul_precision="highest"):
+        assert not torch.ones(1).is_inference()
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+    with torch.no_grad():
+        with torch_defaults(CPU, dtype="float32", matmul_precision="highest"):
+            assert torch.is_grad_enabled()
+        assert not torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_the_defaults_are_those_of_the_run_and_then_the_kernels_again(raises):
     before = now()
