@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nbddp.api import attach, plan, prune, runs, train
     from nbddp.checkpoint import load_checkpoint
     from nbddp.config import TrainConfig
+    from nbddp.kernel.compare import compare
     from nbddp.kernel.run import Run
     from nbddp.metric import Metric
     from nbddp.norm import swap_norm
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "attach",
     "autocast",
+    "compare",
     "last_run",
     "load_checkpoint",
     "plan",
@@ -73,6 +75,7 @@ _HOMES = {
     "TrainConfig": "nbddp.config",
     "attach": "nbddp.api",
     "autocast": "nbddp.precision",
+    "compare": "nbddp.kernel.compare",
     "load_checkpoint": "nbddp.checkpoint",
     "plan": "nbddp.api",
     "prune": "nbddp.api",
@@ -80,7 +83,7 @@ _HOMES = {
     "swap_norm": "nbddp.norm",
     "train": "nbddp.api",
 }
-_LATER = ("H5Dataset", "compare")
+_LATER = ("H5Dataset",)
 
 
 def __getattr__(name: str) -> Any:

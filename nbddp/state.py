@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbddp.curve import Curve
+from nbddp.window import PHASES as PHASES
+from nbddp.window import Window
 
 if TYPE_CHECKING:
     from nbddp.events import Event
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
-PHASES = ("data", "forward", "backward", "sync", "optimizer")
 RECENT_STEPS = 64
 EPOCHS = 500
 """How many of the last epochs a state remembers; `nbddp.kernel.history` has them all."""
@@ -119,6 +120,9 @@ class RunState:
     nonfinite_steps: int = 0
     overflows: int = 0
     recompiles: int = 0
+    compile_s: float = 0.0
+    stage_facts: dict[str, Any] = field(default_factory=dict)
+    window: Window = field(default_factory=Window)
     phase_sums_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     recent_phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     slowest: int | None = None
@@ -141,6 +145,7 @@ class RunState:
     finished_time: float | None = None
     _rate: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
     _first: tuple[float, int] | None = None
+    _compiling: float | None = None
 
     @property
     def done(self) -> bool:
@@ -206,6 +211,8 @@ def _phase(state: RunState, event: Event) -> None:
     phase = str(event.data.get("phase", ""))
     state.rank(max(event.rank, 0)).phase = phase
     if event.rank == 0:
+        since, state._compiling = state._compiling, event.mono if phase == "compiling" else None
+        state.compile_s = state.compile_s if since is None else event.mono - since
         state.phase = phase
         if phase == "training" and not state.done:
             state.state = "running"
@@ -225,6 +232,7 @@ def _steps(state: RunState, event: Event) -> None:
         state.train_curve.add(float(step), loss)
         state.nonfinite_steps += not math.isfinite(loss)
     state.recompiles = columns.get("recompiles", state.recompiles)
+    state.window = state.window.add(columns)
     state.overflows += sum(columns.get("overflow", ()))
     warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
     # A report may be of one step, the first of an epoch: it counts by its number of steps.
@@ -300,7 +308,7 @@ def _record(state: RunState, values: dict[str, Any], epoch: int, step: int) -> N
 
 
 def _stage(state: RunState, event: Event) -> None:
-    data = event.data
+    data = state.stage_facts = event.data
     lr = data.get("lr")
     state.stages.append(StageRecord(data["stage"], str(data["name"]), data["step"], str(data.get("precision", "")), None if lr is None else float(lr)))
     state.stage = data["stage"]

@@ -66,9 +66,9 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: in
     def line(cells: Sequence[str], name: str, extra: str = "", last: str = "white-space:nowrap") -> str:
         breaks = ["white-space:nowrap"] * (len(cells) - 1) + [last]
         styles = [f"text-align:{'left' if index < left else 'right'};{cell};{extra};{rule}" for index, rule in enumerate(breaks)]
-        return '<tr style="background:none">' + "".join(f'<{name} style="{s}">{c}</{name}>' for c, s in zip(cells, styles, strict=True)) + "</tr>"
+        return '<tr style="background:none">' + "".join(f'<{name} style="{s}">{c}</{name.split()[0]}>' for c, s in zip(cells, styles, strict=True)) + "</tr>"
 
-    head = line([f'<span style="{QUIET}">{escape(name)}</span>' for name in header], "th", "font-weight:400;font-size:11px") if header else ""
+    head = line([f'<span style="{QUIET}">{escape(name)}</span>' for name in header], 'th scope="col"', "font-weight:400;font-size:11px") if header else ""
     last = "overflow-wrap:anywhere" if wrap else "white-space:nowrap"
     body = "".join(line(row, "td", "vertical-align:top", last) for row in rows)
     style = "border-collapse:collapse;border:0;margin:0;font-size:12px"

@@ -14,10 +14,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbddp.advice import advise
+from nbddp.config import TrainConfig
+from nbddp.errors import ConfigError
 from nbddp.kernel import markup
 from nbddp.kernel.ancestry import parent_text
 from nbddp.kernel.figure import loss_png
 from nbddp.kernel.record import duration_s, number, started
+from nbddp.kernel.stopping import stacks_path
 from nbddp.kernel.tail import rendered
 from nbddp.kernel.text import bytes_text, clock_text, count_text, rate_text, seconds_text, share_text, short_id, value_text
 from nbddp.rundir import write_atomically
@@ -25,6 +29,7 @@ from nbddp.state import PHASES
 from nbddp.tabular import FONT, html_table
 
 if TYPE_CHECKING:
+    from nbddp.advice import Advice
     from nbddp.rundir import RunDir
     from nbddp.state import RunState
 
@@ -32,6 +37,7 @@ PNG_BYTES = 60_000
 NOTES = 8
 MOST_VALUES = 10
 TRACEBACK_LINES = 200
+STACKS_LETTERS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,22 @@ def _failure(run_dir: RunDir, state: RunState, error: str | None) -> _Failure | 
     return _Failure(message, tuple(lines[-TRACEBACK_LINES:]))
 
 
+def _advice(run_dir: RunDir, state: RunState) -> list[Advice]:
+    """What could be faster next time."""
+    try:
+        return advise(state, TrainConfig(**(run_dir.read_spec() or {}).get("config", {})))
+    except ConfigError:  # options of another version
+        return []
+
+
+def _stacks(run_dir: RunDir) -> str:
+    """Where the ranks were when the run was terminated; empty where it was not."""
+    try:
+        return stacks_path(run_dir).read_text(encoding="utf-8", errors="replace")[:STACKS_LETTERS]
+    except OSError:
+        return ""
+
+
 def _notes(state: RunState) -> list[tuple[str, str]]:
     """Level and text of the last messages."""
     return [(str(message.get("level", "info")), str(message.get("text", ""))) for message in state.messages][-NOTES:]
@@ -210,6 +232,11 @@ def _html(
         parts += [markup.heading(f"Where a step's {seconds_text(sum(phases.values()))} go"), markup.phase_bar(phases), markup.phase_legend(phases)]
     parts.append(markup.div(html_table((), [(markup.quiet(key), escape(value)) for key, value in facts], left=2, wrap=True), "margin-top:8px"))
     parts += [markup.message(level, text) for level, text in _notes(state)]
+    if said := _advice(run_dir, state):
+        parts += [markup.heading("Advice"), markup.advice(said)]
+    if stacks := _stacks(run_dir):
+        trace = markup.preformatted(stacks.splitlines(), height=420)
+        parts.append(markup.tag("details", f"<summary>where the ranks were when they were terminated</summary>{trace}", "margin:4px 0"))
     if holds:
         parts.append(markup.div(escape(holds), "margin-top:8px;font-weight:600"))
     return markup.div("".join(parts), f"{FONT};max-width:680px")
@@ -232,6 +259,7 @@ def _text(
     width = max(len(name) for name, _ in facts)
     lines += [f"  {name:<{width}}  {value}" for name, value in facts]
     lines += [f"  {level}: {text}" for level, text in _notes(state)]
+    lines += [f"  advice: {part.text}" + (f" ({part.option})" if part.option else "") for part in _advice(run_dir, state)]
     if failure is not None:
         lines.append(failure.message)
     if holds:

@@ -87,10 +87,12 @@ def complete(magic: str, text: str, names: Mapping[str, Any]) -> tuple[str, list
 
 
 def _options(magic: str) -> dict[str, Option] | None:
-    from nbddp.kernel.options import ATTACH_OPTIONS, LOAD_OPTIONS, RUNS_OPTIONS, train_options
+    from nbddp.kernel.options import ATTACH_OPTIONS, CONFIG_OPTIONS, LOAD_OPTIONS, RUNS_OPTIONS, train_options
 
     if magic in ("ddp_train", "ddp_plan"):
         return train_options()
+    if magic == "ddp_config":
+        return CONFIG_OPTIONS | train_options()
     return {"ddp_runs": RUNS_OPTIONS, "ddp_attach": ATTACH_OPTIONS, "ddp_load": LOAD_OPTIONS, "ddp_stop": {}, "ddp_stacks": {}}.get(magic)
 
 
@@ -140,6 +142,7 @@ def _values(option: Option, fragment: str, names: Mapping[str, Any]) -> list[Off
         "config": lambda: _paths(fragment, (".yaml", ".yml", ".json")),
         "root": lambda: _paths(fragment, ()),
         "run_root": lambda: _paths(fragment, ()),
+        "from": lambda: [*_runs(), *_paths(fragment, (".yaml", ".yml", ".json"))],
         "as": lambda: [("run", "instance")],
         "init": lambda: [("current", "value"), ("initial", "value"), *_runs()],
         "resume": lambda: [("last", "value"), *_runs()],
@@ -165,6 +168,8 @@ def _word_offers(magic: str, position: int, fragment: str) -> Callable[[Mapping[
         ("ddp_train", 1): _datasets,
         ("ddp_plan", 0): _modules,
         ("ddp_plan", 1): _datasets,
+        ("ddp_config", 0): _modules,
+        ("ddp_config", 1): _datasets,
         ("ddp_load", 0): _modules,
         ("ddp_load", 1): lambda names: [*_runs(), *(offer for offer in _paths(fragment, CHECKPOINTS) if fragment or not offer[0].endswith("/"))],
         ("ddp_attach", 0): lambda names: _runs(),
@@ -197,6 +202,16 @@ def _losses(names: Mapping[str, Any]) -> list[Offer]:
     losses = _instances(names, "torch.nn.modules.loss._Loss")
     named = [(name, "function") for name, value in _public(names) if callable(value) and re.search("loss|criterion", name, re.IGNORECASE)]
     return losses + [offer for offer in named if offer[0] not in dict(losses)]
+
+
+def losses(names: Mapping[str, Any]) -> list[str]:
+    """Names of the notebook that look like a loss."""
+    return [name for name, _ in _losses(names)]
+
+
+def suggestions(option: Option, names: Mapping[str, Any]) -> list[str]:
+    """The values of an option that are offered before anything of one is written."""
+    return [text for text, _ in _values(option, "", names)]
 
 
 def _runs() -> list[Offer]:

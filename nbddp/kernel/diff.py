@@ -22,7 +22,8 @@ from nbddp.checkpoint.misfit import readable
 from nbddp.config import TrainConfig
 from nbddp.errors import CheckpointError, ConfigError
 from nbddp.kernel import weights
-from nbddp.kernel.table import NOT_TOLD, CheckpointEntry, plain_text
+from nbddp.kernel.entry import NOT_TOLD, plain_text
+from nbddp.kernel.table import CheckpointEntry
 from nbddp.kernel.text import short_id, value_text
 from nbddp.tabular import FONT, QUIET, Table, html_table, text_table
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from nbddp.kernel.cells import RunningCells
 from nbddp.kernel.completion import matcher
+from nbddp.kernel.config_magic import ConfigMagics
 from nbddp.kernel.magics import TrainMagics
 from nbddp.kernel.run_magics import RunMagics
 from nbddp.launch import local
@@ -36,7 +37,7 @@ def load(shell: InteractiveShell) -> None:
     """Register everything with a shell; a second time, anew."""
     unload(shell)
     cells = RunningCells(shell)
-    loaded = _Loaded(cells, matcher(shell), (TrainMagics(shell, cells), RunMagics(shell)))
+    loaded = _Loaded(cells, matcher(shell), (TrainMagics(shell, cells), RunMagics(shell), ConfigMagics(shell)))
     shell.events.register("pre_run_cell", cells.started)
     shell.events.register("post_run_cell", cells.ended)
     shell.register_magics(*loaded.magics)

@@ -29,7 +29,9 @@ LISTEN_S = 0.25
 IDLE_S = 1.0
 SETTLE_S = 1.0
 FOREIGN_S = 10.0
-BACKLOG = 100
+PIECE = 1 << 20
+"""Bytes of a file that are read at once: parsed, they take ten times as much memory."""
+BACKLOG = 20
 """Events of one poll that say that there is more to read."""
 
 
@@ -190,7 +192,7 @@ class Follower(threading.Thread):
 
     def _poll(self) -> list[Event]:
         try:
-            return self._reader.poll()
+            return self._reader.poll(PIECE)
         except OSError:  # the disk may be back at the next poll; a run that is gone ends as one that nobody works on
             return []
 

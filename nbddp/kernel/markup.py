@@ -6,23 +6,29 @@ strips style sheets, and fits a light and a dark theme. Everything that comes fr
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import TYPE_CHECKING
 
 from nbddp.kernel.text import bytes_text, count_text, rate_text, seconds_text, share_text
 from nbddp.state import PHASES
 from nbddp.tabular import NUMBERS, QUIET, html_table
+from nbddp.window import Block
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from nbddp.advice import Advice
     from nbddp.state import RankState, RunState
+    from nbddp.window import Window
 
 MONO = "font-family:var(--jp-code-font-family,monospace);font-size:12px;line-height:1.4"
 LINE = "rgba(128,128,128,.28)"
-STATE_COLOURS = {"starting": "#7d8590", "running": "#4285f4", "finished": "#2e9d5b", "stopped": "#d08a1d", "failed": "#dc4638"}
+STATE_COLOURS = {"starting": "#646c76", "running": "#2b6bd8", "finished": "#1f7a45", "stopped": "#9a6100", "failed": "#c93325"}
+"""White text on them is readable."""
 PHASE_COLOURS = {"data": "#e0a526", "forward": "#4285f4", "backward": "#9166d6", "sync": "#e2604f", "optimizer": "#35a27b"}
 WARNING, ERROR = "#d08a1d", "#dc4638"
+MOST_BARS = 6
 
 
 def tag(name: str, content: str, style: str = "", **attributes: str) -> str:
@@ -31,9 +37,9 @@ def tag(name: str, content: str, style: str = "", **attributes: str) -> str:
     return f'<{name}{words} style="{style}">{content}</{name}>' if style else f"<{name}{words}>{content}</{name}>"
 
 
-def div(content: str, style: str = "") -> str:
+def div(content: str, style: str = "", **attributes: str) -> str:
     """A block around content that is HTML already."""
-    return tag("div", content, style)
+    return tag("div", content, style, **attributes)
 
 
 def quiet(text: str) -> str:
@@ -59,8 +65,10 @@ def badge(state: str) -> str:
 def progress_bar(share: float | None, state: str) -> str:
     """A thin bar; without a known share it is empty."""
     width = 100 * (share or 0.0)
-    fill = div("", f"width:{width:.1f}%;height:6px;border-radius:3px;background-color:{STATE_COLOURS.get(state, '#7d8590')}")
-    return div(fill, f"height:6px;border-radius:3px;background-color:{LINE};margin:7px 0 4px;overflow:hidden")
+    fill = div("", f"width:{width:.1f}%;height:6px;border-radius:3px;background-color:{STATE_COLOURS.get(state, STATE_COLOURS['starting'])}")
+    known = {} if share is None else {"aria-valuenow": f"{width:.0f}"}
+    attributes = {"role": "progressbar", "aria-label": "steps done", "aria-valuemin": "0", "aria-valuemax": "100", **known}
+    return div(fill, f"height:6px;border-radius:3px;background-color:{LINE};margin:7px 0 4px;overflow:hidden", **attributes)
 
 
 def tile(label: str, value: str, aside: str = "") -> str:
@@ -87,7 +95,9 @@ def phase_bar(times_s: Mapping[str, float], *, height: int = 16, whole_s: float 
         if share > 0:
             title = f"{phase} {seconds_text(times_s[phase])}"
             parts += tag("div", "", f"flex:0 0 {share:.2f}%;height:{height}px;background-color:{PHASE_COLOURS[phase]}", title=title)
-    return div(parts, f"display:flex;width:100%;height:{height}px;border-radius:3px;overflow:hidden;background-color:{LINE}")
+    shares = ", ".join(f"{phase} {share_text(times_s.get(phase, 0.0), sum(times_s.values()))}" for phase in PHASES)
+    style = f"display:flex;width:100%;height:{height}px;border-radius:3px;overflow:hidden;background-color:{LINE}"
+    return div(parts, style, role="img", **{"aria-label": shares})
 
 
 def phase_legend(times_s: Mapping[str, float]) -> str:
@@ -101,22 +111,62 @@ def phase_legend(times_s: Mapping[str, float]) -> str:
     return div(" ".join(items), f"{NUMBERS};font-size:12px;margin-top:4px")
 
 
+def slowest_rank(state: RunState) -> int | None:
+    """The rank that is the slowest in most steps; None with one rank."""
+    if len(state.ranks) < 2 or not state.slow_counts:
+        return None
+    return max(state.slow_counts, key=lambda known: state.slow_counts[known])
+
+
 def slowest_text(state: RunState) -> str:
     """Which rank is the slowest most often, and how long the fastest waits for it; empty with one rank."""
-    if len(state.ranks) < 2 or not state.slow_counts:
+    rank = slowest_rank(state)
+    if rank is None:
         return ""
-    rank = max(state.slow_counts, key=lambda known: state.slow_counts[known])
     share = share_text(state.slow_counts[rank], sum(state.slow_counts.values()))
     return f"rank {rank} is the slowest in {share} of the steps; the fastest waits {seconds_text(state.wait_s)} for it"
 
 
-def rank_table(ranks: Iterable[RankState]) -> str:
-    """One row per rank: device, what it does, its step, throughput, memory, and where its own time goes."""
+def window_bars(window: Window) -> str:
+    """A bar for each of the recent stretches of steps, the newest last, on one scale; beside it how long a step took and which rank was the slowest."""
+    blocks = window.blocks
+    size = math.ceil(len(blocks) / MOST_BARS)
+    stretches = [sum(blocks[max(0, end - size) : end], Block()) for end in range(len(blocks), 0, -size)][::-1] if blocks else []
+    longest = max((stretch.step_s for stretch in stretches), default=0.0)
+    rows = []
+    for number, stretch in enumerate(stretches, 1):
+        label = f"{'last ' if number == len(stretches) else ''}{count_text(stretch.steps)} step{'s' if stretch.steps != 1 else ''}"
+        times_s = {phase: stretch.phase_s(phase) for phase in PHASES}
+        cells = [
+            tag("span", quiet(label), "min-width:92px;text-align:right;white-space:nowrap"),
+            div(phase_bar(times_s, height=13, whole_s=longest), "flex:1 1 120px;min-width:60px"),
+            tag("span", escape(seconds_text(stretch.step_s)), "min-width:54px;text-align:right;white-space:nowrap"),
+        ]
+        if len(stretch.ranks_s) > 1:
+            slowest = max(stretch.slowest, key=lambda rank: stretch.slowest[rank])
+            share = share_text(stretch.slowest[slowest], stretch.steps)
+            cells.append(tag("span", quiet(f"rank {slowest} slowest, {share}"), "min-width:126px;white-space:nowrap"))
+        rows.append(div("".join(cells), f"display:flex;align-items:center;gap:8px;font-size:12px;margin:2px 0;{NUMBERS}"))
+    return div("".join(rows))
+
+
+def advice(parts: Iterable[Advice]) -> str:
+    """What could be faster, each with the option to write."""
+    rows = []
+    for part in parts:
+        style = f"{MONO};color:inherit;background:{LINE};padding:1px 5px;border-radius:3px"
+        option = "" if part.option is None else f" {tag('code', escape(part.option), style)}"
+        rows.append(div(escape(part.text) + option, f"border-left:3px solid {WARNING};padding:1px 0 1px 9px;margin:5px 0;overflow-wrap:anywhere"))
+    return "".join(rows)
+
+
+def rank_table(ranks: Iterable[RankState], slowest: int | None = None) -> str:
+    """One row per rank: device, what it does, its step, throughput, memory, and where its own time goes; the slowest is marked."""
     rows = list(ranks)
     longest = max((sum(row.times_s.values()) for row in rows), default=0.0)
     cells = [
         (
-            f"{row.rank}",
+            f"{row.rank}" + (f" {tag('b', 'slowest', 'font-size:11px')}" if row.rank == slowest else ""),
             escape(row.device) or "–",
             escape(row.phase),
             div(phase_bar(row.times_s, height=9, whole_s=longest), "width:120px") if row.times_s else "",

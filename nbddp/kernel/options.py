@@ -120,16 +120,28 @@ def synonyms_of(name: str) -> list[str]:
     return [other for other, ours in SYNONYMS.items() if ours == name]
 
 
+RUNS_COLUMNS = ("best", "duration", "loss", "note", "run", "size", "started", "state", "steps")
+"""By which `nbddp.kernel.table.RunTable` sorts."""
 RUNS_OPTIONS = {
     option.name: option
     for option in (
         Option("root", "folder of the run directories", metavar="DIR", text=True),
+        Option("sort", "order of the runs: a column, or an option of the runs such as lr", metavar="COLUMN", default="started", words=RUNS_COLUMNS),
+        Option("reverse", "the other way round", flag=True),
         Option("prune", "name the ended runs that could be deleted", flag=True),
         Option("keep", "how many of the newest runs stay", metavar="N", default=20),
         Option("older_than_days", "younger runs stay", metavar="DAYS", default=30),
         Option("dry_run", "only name them; --no-dry-run deletes them", flag=True, default=True),
     )
 }
+CONFIG_OPTIONS = {
+    option.name: option
+    for option in (
+        Option("cell", "put the cell of these options into the next one, or of the last panel's", flag=True),
+        Option("from", "fill the panel from a run (a variable, its id or directory) or a settings file", metavar="RUN", text=True),
+    )
+}
+"""Beside those of a run."""
 ATTACH_OPTIONS = {"as": next(option for option in INVOCATION if option.name == "as")}
 LOAD_OPTIONS = {
     option.name: option

@@ -23,7 +23,7 @@ from nbddp.kernel.request import Request
 from nbddp.kernel.runs import training
 from nbddp.kernel.trackers import check_trackers
 from nbddp.metric import check_metrics
-from nbddp.planning import Job, make_plan
+from nbddp.planning import Job, Machine, make_plan
 from nbddp.plans import Plan
 from nbddp.runroot import run_root
 from nbddp.stage import OF_OPTIMIZER, OF_SCHEDULE, Stage, check_stages, read_stages
@@ -61,12 +61,48 @@ class Prepared:
         return [*self.plan.stage_lines(), *self.notes, *(f"note: {warning}" for warning in self.plan.warnings)]
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a request says before it is known how many ranks there are and what they run on."""
+
+    request: Request
+    model: nn.Module
+    train: inputs.Data
+    val: inputs.Data | None
+    hooks: dict[str, object]
+    stages: tuple[Stage, ...]
+    config: TrainConfig
+    root: Path
+    n_train: int
+    n_val: int
+    notes: tuple[str, ...]
+    resumed: resume.ResumePoint | None
+
+    def plan(self, machine: Machine, config: TrainConfig | None = None) -> Plan:
+        """The plan on a machine; with `config` that of other options.
+
+        Raises:
+            ConfigError: as `make_plan`.
+        """
+        job = _job(self.hooks, self.model, validates=self.n_val > 0)
+        return make_plan(config or self.config, n_train=self.n_train, n_val=self.n_val, machine=machine, job=job, stages=self.stages)
+
+
 def prepare(request: Request) -> Prepared:
     """Check everything that can be checked before something is written.
 
     Raises:
         ConfigError: a wrong value, its rule and the remedy.
         CheckpointError: where the run is to start from weights that do not fit, or to go on from a checkpoint that is not complete.
+    """
+    return complete(outline(request), this_machine())
+
+
+def outline(request: Request) -> Outline:
+    """Take model and data, put the options together and check the hooks.
+
+    Raises:
+        ConfigError, CheckpointError: as `prepare`.
     """
     _refuse_nested()
     model, notes = inputs.take_model(request.model)
@@ -91,28 +127,40 @@ def prepare(request: Request) -> Prepared:
     notes += said
     if "metrics" in hooks:
         check_metrics(hooks["metrics"], validated=n_val > 0)
-    plan = make_plan(config, n_train=n_train, n_val=n_val, machine=this_machine(), job=_job(hooks, model, validates=n_val > 0), stages=stages)
+    return Outline(request, model, train, val, hooks, stages, config, root, n_train, n_val, tuple(notes), point)
+
+
+def complete(outlined: Outline, machine: Machine) -> Prepared:
+    """Plan it for a machine, and check what depends on the plan.
+
+    Raises:
+        ConfigError, CheckpointError: as `prepare`.
+    """
+    request, model, config, point = outlined.request, outlined.model, outlined.config, outlined.resumed
+    hooks, stages, root = outlined.hooks, outlined.stages, outlined.root
+    notes = list(outlined.notes)
+    plan = outlined.plan(machine)
     notes += check_devices(plan, root)
     if point is not None:
-        notes += inputs.stateful(request.data, train.dataset, hooks.get("sampler"))
+        notes += inputs.stateful(request.data, outlined.train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
-    swaps, said = norms.decide(config, model, plan, asked="norm" in given.given)
+    swaps, said = norms.decide(config, model, plan, asked="norm" in TrainConfig(**request.options).given)
     norms.check_stages(stages, model, swaps)
     notes += said
     if point is not None:
         resume_rules.check_norm(point, model, swaps, config)
     if request.hooks.get("scheduler") is not None and "scheduler_interval" not in config.given:
         notes.append("the scheduler advances every step; --scheduler-interval epoch has it advance every epoch")
-    if n_val == 0 and "validation_step" in hooks:
+    if outlined.n_val == 0 and "validation_step" in hooks:
         notes.append("the hook validation_step has no effect without validation data: --val or --val-split")
     notes += [f"{request.model.name} is being trained by run {run.id} as well; the run that ends last lands in it" for run in training(model)]
     precision = config.matmul_precision
     if "matmul_precision" not in config.given:
         precision = torch.get_float32_matmul_precision()  # type: ignore[assignment]
     start = weights.Start() if point is not None else weights.initial_weights(config.init, model, root, swaps)
-    datasets = {"train": (request.data.name, train.dataset)}
-    if val is not None and request.val is not None:
-        datasets["val"] = (request.val.name, val.dataset)
+    datasets = {"train": (request.data.name, outlined.train.dataset)}
+    if outlined.val is not None and request.val is not None:
+        datasets["val"] = (request.val.name, outlined.val.dataset)
     return Prepared(request, model, datasets, hooks, config, plan, root, start, swaps, precision, tuple(notes), point)
 
 

@@ -180,16 +180,18 @@ class Run(Trained):
 
     def view(self) -> Card | None:
         """Show the run: live while it goes on, in a view that follows it to its end; its card afterwards."""
+        from nbddp.kernel.stopping import stopping_of
         from nbddp.kernel.view import open_view
 
         if self._files.read_result() is not None:
             self._follower.done.wait()  # it has only to read what is there
         if self._follower.done.is_set():
             return self.card()
-        view = open_view(self._files, self._follower.state, plan_line=self._spec["plan_line"])
+        controls = stopping_of(self._files, self)
+        view = open_view(self._files, self._follower.state, plan_line=self._spec["plan_line"], controls=controls, config=self.config)
 
         def follow(state: RunState) -> None:
-            if state.done:
+            if state.done or not self.dir.is_dir():  # a run whose directory was deleted has no end of its own
                 view.finish(self.card())
             else:
                 view.update(state)

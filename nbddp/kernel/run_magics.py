@@ -37,20 +37,24 @@ class RunMagics(Magics):
     @no_var_expand
     @needs_local_scope
     def ddp_runs(self, line: str, local_ns: Mapping[str, Any] | None = None) -> None:
-        """%ddp_runs [--root DIR]: the runs beside this notebook, with state, best value, what they differ by, size and note.
+        """%ddp_runs [--root DIR] [--sort COLUMN] [--reverse]: the runs beside this notebook, with state, best value, loss, what they differ by, size, note.
 
+        COLUMN is best, duration, loss, note, run, size, started, state, steps, or an option such as lr.
         %ddp_runs --prune [--keep 20] [--older-than-days 30]: name the runs that could be deleted; with --no-dry-run, delete them.
         """
         __tracebackhide__ = True
         from nbddp.kernel.line import flag_value
         from nbddp.kernel.options import RUNS_OPTIONS
 
-        usage = "%ddp_runs [--root DIR] [--prune [--keep N] [--older-than-days DAYS] [--no-dry-run]]"
+        usage = "%ddp_runs [--root DIR] [--sort COLUMN] [--reverse] [--prune [--keep N] [--older-than-days DAYS] [--no-dry-run]]"
         found = self._split(line, RUNS_OPTIONS, local_ns, usage, at_most=0)
         if found is None:
             return
         root = None if found.values.get("root") is None else Path(str(found.values["root"])).expanduser()
         if flag_value("prune", found.values.get("prune", False)):
+            if arranging := [name for name in ("sort", "reverse") if name in found.values]:
+                message = f"{RUNS_OPTIONS[arranging[0]].spelling} arranges the list of runs: leave it out with --prune"
+                raise ConfigError(message)
             self._prune(root, found.values)
             return
         if stray := next((name for name in ("keep", "older_than_days", "dry_run") if name in found.values), None):
@@ -58,10 +62,12 @@ class RunMagics(Magics):
             raise ConfigError(message)
         from nbddp.kernel.runs import runs
 
-        display(runs(root))
+        by, reverse = str(found.values.get("sort", "started")).replace("-", "_"), flag_value("reverse", found.values.get("reverse", False))
+        display(runs(root).sorted(by, reverse=reverse))
 
     def _prune(self, root: Path | None, values: Mapping[str, str | bool]) -> None:
         from nbddp.kernel.line import flag_value, number_value
+        from nbddp.kernel.text import bytes_text
         from nbddp.rundir import prune_runs
         from nbddp.runroot import run_root
 
@@ -76,7 +82,7 @@ class RunMagics(Magics):
         if not pruned:
             say(f"nothing to prune in {where}")
             return
-        what = "would be deleted; --no-dry-run deletes them" if dry_run else "deleted"
+        what = f"({bytes_text(sum(run.bytes() for run in pruned))}) would be deleted; --no-dry-run deletes them" if dry_run else "deleted"
         say("\n".join([f"{len(pruned)} run{'s' if len(pruned) > 1 else ''} {what}:", *(f"  {run.id}" for run in pruned)]))
 
     @line_magic
@@ -226,11 +232,6 @@ class RunMagics(Magics):
             raise ConfigError(message) from None
 
     # -- not yet
-
-    @line_magic
-    def ddp_config(self, line: str) -> None:
-        """%ddp_config: not available yet."""
-        _refuse("ddp_config")
 
     @line_magic
     def ddp_check(self, line: str) -> None:

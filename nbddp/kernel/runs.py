@@ -69,5 +69,5 @@ def attach(run_or_dir: object, root: str | Path | None = None) -> Run:
 
 
 def runs(root: str | Path | None = None) -> RunTable:
-    """The runs of a root, as a table."""
+    """The runs of a root, as a table, newest first; ``nbddp.runs().sorted("best")`` and slices of it are tables too."""
     return RunTable.of(run_root(root))

@@ -1,53 +1,182 @@
 """Tables of runs and of checkpoints: sequences that display as a table.
 
-Made in the kernel from the small files of each run, so that a hundred runs are listed at once; of a live run the end of rank 0's events is read.
 Imports neither torch nor Jupyter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import time
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
-from nbddp.errors import ConfigError
+from nbddp.errors import ConfigError, suggest
 from nbddp.kernel import markup
-from nbddp.kernel.record import duration_s, number, started
+from nbddp.kernel.entry import RunEntry, plain_text, read_entry
+from nbddp.kernel.record import number
+from nbddp.kernel.sortable import sorting
 from nbddp.kernel.text import bytes_text, clock_text, count_text, short_id, value_text
-from nbddp.rundir import RunDir, run_dirs
-from nbddp.tabular import Table
+from nbddp.rundir import RunDir, prune_runs, run_dirs
+from nbddp.tabular import FONT, Table, html_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-TAIL_BYTES = 1 << 17
-NOT_TOLD = ("run_root", "name", "on_kernel_exit", "resume")
-"""Options that say nothing about how a run differs from another."""
+KEEP, OLDER_THAN_DAYS = 20, 30
+"""What pruning leaves alone where nothing else is said: the newest runs, and younger ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunEntry:
-    """One run of a table.
+class Order:
+    """A way to sort runs: by what, and whether the first run is then the one with the least of it. A run of which `key` is None comes last."""
 
-    `parent` is the id of the run that it goes on from, `best` is name, value and epoch, `differs` the options that are not the default, `size` is in bytes.
-    """
+    key: Callable[[RunEntry], Any]
+    ascends: bool = True
 
-    id: str
-    state: str
-    started: float | None
-    duration_s: float | None
-    step: int | None
-    best: tuple[str, float, int | None] | None
-    loss: float | None
-    differs: dict[str, Any]
-    size: int
-    note: str | None
-    dir: Path
-    parent: str | None = None
+
+def _best_first(row: RunEntry) -> tuple[str, float] | None:
+    """By the name of the value, then the better first."""
+    if row.best is None or math.isnan(row.best[1]):
+        return None
+    return row.best[0], -row.best[1] if row.largest else row.best[1]
+
+
+ORDERS = {
+    "run": Order(lambda row: row.id),
+    "state": Order(lambda row: row.state),
+    "started": Order(lambda row: (row.started, row.id[-4:]) if row.started is not None else None, ascends=False),
+    "note": Order(lambda row: row.note or None),
+    "duration": Order(lambda row: row.duration_s, ascends=False),
+    "steps": Order(lambda row: row.step, ascends=False),
+    "best": Order(_best_first),
+    "loss": Order(lambda row: None if row.loss is None or math.isnan(row.loss) else row.loss),
+    "size": Order(lambda row: row.size, ascends=False),
+}
+"""By the names of the columns."""
+
+
+class RunTable(Table[RunEntry]):
+    """Runs, newest first, or as `sorted` arranged them."""
+
+    HEADER = ("run", "state", "curve", "best", "differs by", "note", "started", "goes on from", "loss", "steps", "duration", "size")
+    LEFT = 8
+    EMPTY = "no runs here yet"
+
+    def __init__(self, rows: Iterable[RunEntry], order: tuple[str, bool] | None = None) -> None:
+        super().__init__(rows)
+        self._order = order
+
+    @classmethod
+    def of(cls, root: Path) -> RunTable:
+        """The runs of a root."""
+        old: set[str] = set()
+        with contextlib.suppress(OSError):  # one of them is being deleted
+            old = {run.id for run in prune_runs(root, keep=KEEP, older_than_days=OLDER_THAN_DAYS, dry_run=True)}
+        return cls(read_entry(run, prunable=run.id in old) for run in reversed(run_dirs(root)))
+
+    def __getitem__(self, index: Any) -> Any:
+        """A run by its place; a slice is a table."""
+        return RunTable(self._rows[index], self._order) if isinstance(index, slice) else self._rows[index]
+
+    def sorted(self, by: str = "started", *, reverse: bool = False) -> RunTable:
+        """The same runs in another order; those without a value come last in any case.
+
+        Args:
+            by: a column: best (the best first, whether it is the smallest or the largest), loss (the smallest first), duration, steps, size (the largest
+                first), started (the newest first), run, state, note; or an option, such as lr (the smallest first).
+            reverse: the other way round.
+
+        Raises:
+            ConfigError: for another name.
+        """
+        order = _order(by)
+        places = _places(self._rows, order)
+        known = sorted((place, index) for index, place in enumerate(places) if place is not None)
+        rows = [self._rows[index] for _, index in (reversed(known) if reverse else known)]
+        return RunTable([*rows, *(row for row, place in zip(self._rows, places, strict=True) if place is None)], (by, order.ascends != reverse))
+
+    def summary(self) -> str:
+        """How many runs, how much room they take, and how many could be deleted."""
+        said = f"{count_text(len(self))} run{'s' if len(self) != 1 else ''} · {bytes_text(sum(row.size for row in self))}"
+        old = [row for row in self if row.prunable]
+        if old:
+            size = bytes_text(sum(row.size for row in old))
+            said += f" · {count_text(len(old))} older than {OLDER_THAN_DAYS} days ({size}): %ddp_runs --prune names them"
+        return said
+
+    def _cells(self, row: RunEntry) -> tuple[str, ...]:
+        best = ""
+        if row.best is not None:
+            name, value, epoch = row.best
+            best = f"{name} {value_text(value)}" + (f" (epoch {epoch})" if epoch is not None else "")
+        return (
+            row.id,
+            row.state,
+            row.curve.blocks(),
+            best,
+            ", ".join(f"{name}={plain_text(value)}" for name, value in row.differs.items()),
+            row.note or "",
+            "" if row.started is None else time.strftime("%m-%d %H:%M", time.localtime(row.started)),
+            "" if row.parent is None else short_id(row.parent),
+            "" if row.loss is None else value_text(row.loss),
+            "" if row.step is None else count_text(row.step),
+            "" if row.duration_s is None else clock_text(row.duration_s),
+            bytes_text(row.size),
+        )
+
+    def _html_cells(self, row: RunEntry) -> tuple[str, ...]:
+        cells = list(super()._html_cells(row))
+        cells[0] = markup.tag("span", escape(short_id(row.id)), title=row.id)
+        cells[1], cells[2] = markup.badge(row.state), row.curve.image()
+        for index, width in ((3, 80), (4, 110), (5, 80)):
+            if cells[index]:
+                cells[index] = markup.div(cells[index], f"white-space:normal;min-width:{width}px;max-width:260px;overflow-wrap:anywhere")
+        return tuple(cells)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.summary()}" if self._rows else super().__repr__()
+
+    def _repr_html_(self) -> str:
+        if not self._rows:
+            return super()._repr_html_()
+        columns = {self.HEADER.index(name): order for name, order in ORDERS.items()}
+        orders = {column: (_places(self._rows, order), order.ascends) for column, order in columns.items()}
+        shown = None if self._order is None or self._order[0] not in ORDERS else (self.HEADER.index(self._order[0]), self._order[1])
+        table = html_table(self.HEADER, [self._html_cells(row) for row in self._rows], left=self.LEFT)
+        below = markup.div(markup.quiet(self.summary()), "margin-top:4px;font-size:12px")
+        return markup.div(table + below + (sorting(orders, shown) if len(self) > 1 else ""), FONT)
+
+
+def _order(by: str) -> Order:
+    if by in ORDERS:
+        return ORDERS[by]
+    if by in TrainConfig.model_fields:
+        default = TrainConfig.model_fields[by].default
+        return Order(lambda row: _comparable(row.differs.get(by, default)))
+    message = f"sort={by}: not a column and not an option.{suggest(by, [*ORDERS, *TrainConfig.model_fields])} Columns that sort: {', '.join(ORDERS)}"
+    raise ConfigError(message)
+
+
+def _comparable(value: object) -> tuple[int, float, str] | None:
+    """The value of an option such that any two can be compared: numbers before words."""
+    if value is None:
+        return None
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, plain_text(value))
+
+
+def _places(rows: Sequence[RunEntry], order: Order) -> list[int | None]:
+    """The place of each run in an order; equals stay as they are, None is for one that it says nothing about."""
+    keys = [order.key(row) for row in rows]
+    known = [index for index, key in enumerate(keys) if key is not None]
+    known.sort(key=lambda index: keys[index], reverse=not order.ascends)
+    places: list[int | None] = [None] * len(rows)
+    for place, index in enumerate(known):
+        places[index] = place
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +189,6 @@ class CheckpointEntry:
     step: int
     value: float | None
     bytes: int
-
-
-class RunTable(Table[RunEntry]):
-    """Runs, newest first."""
-
-    HEADER = ("run", "state", "started", "goes on from", "differs by", "note", "duration", "steps", "best", "loss", "size")
-    LEFT = 6
-    EMPTY = "no runs here yet"
-
-    @classmethod
-    def of(cls, root: Path) -> RunTable:
-        """The runs of a root."""
-        return cls(read_entry(run) for run in reversed(run_dirs(root)))
-
-    def _cells(self, row: RunEntry) -> tuple[str, ...]:
-        best = ""
-        if row.best is not None:
-            name, value, epoch = row.best
-            best = f"{name} {value_text(value)}" + (f" (epoch {epoch})" if epoch is not None else "")
-        return (
-            row.id,
-            row.state,
-            "" if row.started is None else time.strftime("%m-%d %H:%M", time.localtime(row.started)),
-            "" if row.parent is None else short_id(row.parent),
-            ", ".join(f"{name}={plain_text(value)}" for name, value in row.differs.items()),
-            row.note or "",
-            "" if row.duration_s is None else clock_text(row.duration_s),
-            "" if row.step is None else count_text(row.step),
-            best,
-            "" if row.loss is None else value_text(row.loss),
-            bytes_text(row.size),
-        )
-
-    def _html_cells(self, row: RunEntry) -> tuple[str, ...]:
-        cells = list(super()._html_cells(row))
-        cells[1] = markup.badge(row.state)
-        for index in (4, 5):
-            cells[index] = markup.div(cells[index], "white-space:normal;min-width:80px;max-width:260px;overflow-wrap:anywhere")
-        return tuple(cells)
 
 
 class CheckpointTable(Table[CheckpointEntry]):
@@ -140,102 +230,3 @@ def _from_here(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
         return str(path)
-
-
-def plain_text(value: object) -> str:
-    """The value of an option as it would be written."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value)
-
-
-def read_entry(run: RunDir) -> RunEntry:
-    """Read one run's row from its small files."""
-    spec, result = run.read_spec() or {}, run.read_result()
-    if result is None:
-        state, summary = _unfinished(run), _latest(run)
-        until = time.time() if state != "failed" else None
-    else:
-        state, until = str(result.get("state", "failed")), number(result.get("time"))
-        summary = dict(result.get("summary") or {**_latest(run), "step": result.get("step"), "epoch": result.get("epoch")})
-    return RunEntry(
-        id=run.id,
-        state=state,
-        started=started(spec),
-        duration_s=duration_s(spec, until),
-        step=summary.get("step"),
-        best=_best(summary, _monitor(spec)),
-        loss=number(summary.get("loss")),
-        differs=_differs(spec.get("config") or {}),
-        size=_size(run),
-        note=spec.get("note"),
-        dir=run.path,
-        parent=spec.get("parent"),
-    )
-
-
-def _monitor(spec: dict[str, Any]) -> str:
-    """What the last stage monitors."""
-    stages = (spec.get("plan") or {}).get("stages") or [{}]
-    return str(stages[-1].get("monitor", "best"))
-
-
-def _best(summary: dict[str, Any], monitor: str) -> tuple[str, float, int | None] | None:
-    """Name, value and epoch of the best checkpoint."""
-    best = summary.get("best") or {}
-    value = number(best.get("value"))
-    return None if value is None else (monitor, value, best.get("epoch"))
-
-
-def _unfinished(run: RunDir) -> str:
-    """The state of a run without a result; "failed" where nothing works on it any more."""
-    if not run.live():
-        return "failed"
-    return "running" if run.rank_events(0, 0).exists() else "starting"
-
-
-def _latest(run: RunDir) -> dict[str, Any]:
-    """Step, epoch, loss and best checkpoint, from the end of rank 0's event file."""
-    files = sorted(run.events.glob("rank-00000.*.jsonl"))
-    try:
-        with files[-1].open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except (OSError, IndexError):  # no rank has started, or the run was pruned meanwhile
-        return {}
-    found: dict[str, Any] = {}
-    for line in reversed(lines):
-        if "step" not in found and b'"kind":"steps"' in line:
-            report = (_data(line) or {}).get("report") or {}
-            found.update({key: report[name] for key, name in (("step", "step"), ("epoch", "epoch"), ("loss", "epoch_loss")) if name in report})
-        if "best" not in found and b'"kind":"checkpoint"' in line and (data := _data(line) or {}).get("name") == "best":
-            found["best"] = data
-        if "step" in found and "best" in found:
-            break
-    return found
-
-
-def _data(line: bytes) -> dict[str, Any] | None:
-    try:
-        data = json.loads(line)["data"]
-    except (ValueError, KeyError):  # the first line of the piece, cut, or the last, half-written
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def _differs(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not the default; as written where a later version wrote them."""
-    try:
-        changes = TrainConfig(**values).changes()
-    except ConfigError:
-        changes = values
-    return {name: value for name, value in changes.items() if name not in NOT_TOLD}
-
-
-def _size(run: RunDir) -> int:
-    try:
-        return run.bytes()
-    except OSError:  # pruned meanwhile
-        return 0

@@ -26,6 +26,7 @@ from nbddp.kernel.prepare import Prepared, prepare
 from nbddp.kernel.request import Bind, Request
 from nbddp.kernel.run import Run
 from nbddp.kernel.runs import register
+from nbddp.kernel.stopping import stopping_of
 from nbddp.kernel.text import bytes_text
 from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local
@@ -192,8 +193,11 @@ class _Watch:
     def __init__(self, run: Run, plan_line: str, *, background: bool) -> None:
         self._run, self._background = run, background
         self._warmed = False
-        # The prompt of a terminal is not to be written over by a run in the background.
-        self._view: View | None = None if background and not in_kernel() else open_view(run.files, run.follower.state, plan_line=plan_line)
+        self._stopping = stopping_of(run.files, run)
+        self._view: View | None = None
+        if not background or in_kernel():  # the prompt of a terminal is not to be written over by a run in the background
+            options: dict[str, Any] = {"controls": self._stopping, "config": run.config, "blocking": not background}
+            self._view = open_view(run.files, run.follower.state, plan_line=plan_line, **options)
 
     def update(self, state: RunState) -> None:
         """Called by the follower: show the state; once the first step is done, warm the next supervisor up."""
@@ -207,17 +211,11 @@ class _Watch:
         elif not state.done and self._view is not None:
             self._view.update(state)
 
-    def interrupted(self, count: int) -> None:
-        """The n-th interrupt of the cell."""
-        run = self._run
-        if count == 1:
-            print("stopping in order, with a checkpoint; interrupt again to terminate", flush=True)  # noqa: T201 - says what the interrupt did
-            run.stop()
-        elif count == 2:
-            print(f"{run.stacks()}\nterminating; interrupt again to kill", flush=True)  # noqa: T201 - as above
-            run.terminate()
-        else:
-            run.kill()
+    def interrupted(self, _count: int) -> None:
+        """An interrupt of the cell: the next step of the order, whether the last one was an interrupt or a press of the view's button."""
+        stage = self._stopping.advance()
+        stacks = f"{self._stopping.stacks}\n" if stage == 2 else ""
+        print(f"{stacks}{self._stopping.said(stage, 'interrupt again')}", flush=True)  # noqa: T201 - says what the interrupt did
 
     def end(self) -> None:
         """After the wait, in the main thread: weights first, then the card, then the line that says what the model holds."""

@@ -9,7 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from nbddp.config import TrainConfig
     from nbddp.kernel.card import Card
+    from nbddp.kernel.stopping import Stopping
     from nbddp.rundir import RunDir
     from nbddp.state import RunState
 
@@ -31,19 +33,31 @@ def in_kernel() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def open_view(run_dir: RunDir, state: RunState, *, plan_line: str, title: str | None = None) -> View:
-    """Open the view that suits the front end.
+def open_view(
+    run_dir: RunDir,
+    state: RunState,
+    *,
+    plan_line: str,
+    title: str | None = None,
+    controls: Stopping | None = None,
+    config: TrainConfig | None = None,
+    blocking: bool = False,
+) -> View:
+    """Open the view that suits the front end. In a terminal the interrupt is the control, and advice comes with the card.
 
     Args:
         run_dir: the run.
         state: what to show first.
         plan_line: heads the view.
         title: what the run is called; default: the end of its id.
+        controls: what a button of the view advances; None shows no button.
+        config: the run's options, for advice; None shows none.
+        blocking: whether a cell waits for the run.
     """
     if in_kernel():
         from nbddp.kernel.widget import WidgetView
 
-        return WidgetView(run_dir, state, plan_line=plan_line, title=title)
+        return WidgetView(run_dir, state, plan_line=plan_line, title=title, controls=controls, config=config, blocking=blocking)
     from nbddp.kernel.terminal import TerminalView
 
     return TerminalView(run_dir, state, plan_line=plan_line, title=title)

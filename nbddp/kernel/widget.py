@@ -7,84 +7,81 @@ notebook shows no model that is gone.
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 import time
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 from IPython.display import display, update_display
 
-from nbddp.kernel import markup
-from nbddp.kernel.figure import loss_png
-from nbddp.kernel.tail import Tail
-from nbddp.kernel.text import clock_text, count_text, rate_text, seconds_text, short_id, value_text
-from nbddp.tabular import FONT, NUMBERS, html_table
+from nbddp.kernel import sections
+from nbddp.kernel.curve_panel import CurvePanel
+from nbddp.kernel.kit import HIDDEN, Kit
+from nbddp.kernel.log_tabs import LogTabs
+from nbddp.kernel.outlet import Outlet
+from nbddp.kernel.stop_button import StopButton
+from nbddp.kernel.stylesheet import stylesheet
+from nbddp.kernel.subshell import has_subshell
+from nbddp.kernel.text import short_id
 
 if TYPE_CHECKING:
-    from nbddp.kernel.card import Card
-    from nbddp.rundir import RunDir
-    from nbddp.state import Report, RunState
+    from collections.abc import Callable, Iterator
 
-REDRAW_S = 2.0
-DRAWING_SHARE = 1 / 50
-"""Of one core: the ranks need the others, and this one."""
+    from nbddp.advice import Advice
+    from nbddp.config import TrainConfig
+    from nbddp.kernel.card import Card
+    from nbddp.kernel.stopping import Stopping
+    from nbddp.rundir import RunDir
+    from nbddp.state import RunState
 
 
 class WidgetView:
-    """Widgets that show a run, until `finish`."""
+    """Widgets that show a run, until `finish`; the arguments are those of `nbddp.kernel.view.open_view`."""
 
-    def __init__(self, run_dir: RunDir, state: RunState, *, plan_line: str, title: str | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        state: RunState,
+        *,
+        plan_line: str,
+        title: str | None = None,
+        controls: Stopping | None = None,
+        config: TrainConfig | None = None,
+        blocking: bool = False,
+    ) -> None:
         self._title, self._id, self._plan_line = title or short_id(run_dir.id), run_dir.id, plan_line
-        self._tail = Tail(run_dir.log(0))
+        self._config = config
         self._lock = threading.Lock()
         self._finished = False
         self._opened = time.monotonic()
-        self._next_drawing = -math.inf
-        self._drawn_points = 0
-        full = ipywidgets.Layout(width="100%", margin="0")
-        self._head = ipywidgets.HTML(layout=full)
-        self._curve = ipywidgets.Image(format="png", layout=ipywidgets.Layout(flex="1 1 400px", min_width="0", max_width="640px", display="none"))
-        self._figures = ipywidgets.HTML(layout=ipywidgets.Layout(flex="1 1 300px", min_width="0", margin="0"))
-        self._body = ipywidgets.HTML(layout=full)
-        self._middle = ipywidgets.HBox(
-            [self._curve, self._figures],
-            layout=ipywidgets.Layout(flex_flow="row wrap", align_items="flex-start", width="100%", grid_gap="0 20px", overflow="hidden"),
-        )
-        rows = [self._head, self._middle, self._body]
-        self._box = ipywidgets.VBox(rows, layout=ipywidgets.Layout(width="100%", max_width="1080px", padding="2px 0", overflow="hidden"))
-        self.update(state)
+        kit = Kit()
+        self._stop = None if controls is None else StopButton(kit, controls, blocking=blocking)
+        self._curve = CurvePanel(kit, self._hurry)
+        self._logs = LogTabs(kit, run_dir, len(state.ranks) or _ranks(run_dir))
+        head, figures, timings = kit.html("nb-half"), kit.html("nb-half"), kit.html("nb-full")
+        texts = [_Text(head, self._head, 1.0), _Text(figures, sections.figures, 1.0), _Text(timings, self._timings, 2.0)]
+        for text in texts:
+            text.begin(state)
+        self._outlet = Outlet([*texts, self._logs, self._curve])
+        top = kit.box([head, *([] if self._stop is None else [self._stop.button])], "nb-row")
+        middle = kit.box([self._curve.box, figures], "nb-row")
+        rows = [kit.html(HIDDEN, value=stylesheet()), top, *([] if self._stop is None else [self._stop.said]), middle, timings, self._logs.tab]
+        self._box = kit.box(rows, "nbddp-view")
         self._display_id = secrets.token_hex(8)
         bundle = self._box._repr_mimebundle_()
         data = {**bundle, "text/plain": f"{self._title}: {plan_line}", "text/html": f"<b>{escape(self._title)}</b> {escape(plan_line)}"}
         display(data, raw=True, display_id=self._display_id)
 
     def update(self, state: RunState) -> None:
-        """Set the traits; ipywidgets sends those that changed."""
+        """Set the traits that are due and changed."""
         with self._lock:
             if self._finished:
                 return
-            self._head.value = _head(state, self._title, self._id, self._plan_line, state.elapsed_s or time.monotonic() - self._opened)
-            self._figures.value = _figures(state)
-            self._body.value = _body(state, self._tail.lines())
-            self._draw(state)
-
-    def _draw(self, state: RunState) -> None:
-        """Redraw the curve every two seconds at most, and less often where drawing is slow: the cores are for the ranks."""
-        points, now = len(state.train_curve.x) + len(state.val_curve.x), time.monotonic()
-        if points == self._drawn_points or now < self._next_drawing:
-            return
-        png = loss_png(state)
-        if png is None:
-            return
-        drawn = time.monotonic()
-        first, self._drawn_points = self._drawn_points == 0, points
-        # The first drawing imports matplotlib, which says nothing about the next one.
-        self._next_drawing = drawn + (REDRAW_S if first else max(REDRAW_S, (drawn - now) / DRAWING_SHARE))
-        self._curve.value = png
-        self._curve.layout.display = None
+            if self._stop is not None:
+                self._stop.update()
+            self._outlet.send(state)
 
     def finish(self, card: Card) -> None:
         """Show the card in the same place and close the widgets."""
@@ -93,78 +90,71 @@ class WidgetView:
                 return
             self._finished = True
             update_display(card.mimebundle(), raw=True, display_id=self._display_id)
-            for widget in (self._head, self._figures, self._body):
-                widget.value = ""  # what executes notebooks keeps the last state of closed widgets
-            self._curve.value = b""
-            for widget in (self._box, self._middle, self._head, self._curve, self._figures, self._body):
-                for part in (widget, widget.layout, getattr(widget, "style", None)):
-                    if part is not None:
-                        part.close()
+            self._close(card)
+
+    def _close(self, card: Card) -> None:
+        """Close the widgets; what executes notebooks keeps their last values, which are emptied for that.
+
+        A page of a front end with subshells may have been reloaded while the cell blocked: such a page finds what the view was only now, by the id of the
+        outermost widget, which is left there for it and holds the card.
+        """
+        gone = dict.fromkeys(_below(self._box))
+        if has_subshell():
+            for kept in (self._box, self._box.layout):
+                del gone[kept]
+            self._box.children = [ipywidgets.HTML(card.html)]
+        for widget in gone:
+            if isinstance(widget, ipywidgets.HTML) and widget.value:
+                widget.value = ""
+        for widget in gone:
+            widget.close()
+
+    def _hurry(self, part: CurvePanel) -> None:
+        self._outlet.hurry(part)
+
+    def _head(self, state: RunState) -> str:
+        elapsed_s = state.elapsed_s or time.monotonic() - self._opened
+        return sections.head(state, title=self._title, run=self._id, plan_line=self._plan_line, elapsed_s=elapsed_s)
+
+    def _timings(self, state: RunState) -> str:
+        return sections.timings(state, self._advice(state))
+
+    def _advice(self, state: RunState) -> list[Advice]:
+        if self._config is None:
+            return []
+        from nbddp.advice import advise
+
+        return advise(state, self._config)
 
 
-def _head(state: RunState, title: str, run: str, plan_line: str, elapsed_s: float) -> str:
-    name = markup.tag("b", escape(title), "margin:0 8px")
-    clock = markup.tag("span", markup.quiet(clock_text(elapsed_s)), f"margin-left:auto;{NUMBERS}")
-    top = markup.div(f"{markup.badge(state.state)}{name}{markup.quiet(run)}{clock}", "display:flex;align-items:baseline;flex-wrap:wrap")
-    plan = markup.div(markup.quiet(plan_line), "margin-top:3px;overflow-wrap:anywhere")
-    notes = "".join(markup.message(str(message.get("level", "info")), str(message.get("text", ""))) for message in list(state.messages)[-3:])
-    if state.stop_text and not state.done:
-        notes += markup.note(f"stopping: {state.stop_text}", markup.WARNING)
-    progress = markup.progress_bar(state.progress, state.state)
-    return markup.div(top + plan + progress + markup.div(markup.quiet(_progress_text(state)), NUMBERS) + notes, FONT)
+class _Text:
+    """A part of the view that is one piece of HTML."""
+
+    def __init__(self, html: ipywidgets.HTML, content: Callable[[RunState], str], period_s: float) -> None:
+        self._html, self._content, self.period_s = html, content, period_s
+
+    def begin(self, state: RunState) -> None:
+        self._html.value = self._content(state)
+
+    def render(self, state: RunState) -> str | None:
+        content = self._content(state)
+        return None if content == self._html.value else content
+
+    def show(self, content: str) -> None:
+        self._html.value = content
 
 
-def _progress_text(state: RunState) -> str:
-    parts = []
-    if state.progress is not None and state.step:
-        parts.append(f"{math.floor(100 * state.progress)} %")
-    if state.phase not in ("training", state.state):
-        parts.append(state.phase)
-    if state.step:
-        epochs = state.plan.get("epochs")
-        parts.append(f"epoch {state.epoch}" + (f" of {epochs}" if epochs else ""))
-        parts.append(f"step {count_text(state.step)}" + (f" of {count_text(state.total_steps)}" if state.total_steps else ""))
-        if state.eta_s is not None:
-            parts.append(f"{clock_text(state.eta_s)} to go")
-    return " · ".join(parts) or "starting the ranks"
+def _ranks(run_dir: RunDir) -> int:
+    """How many ranks the run is planned with."""
+    spec = run_dir.read_spec() or {}
+    return int((spec.get("plan") or {}).get("nproc") or (spec.get("config") or {}).get("nproc") or 1)
 
 
-def _figures(state: RunState) -> str:
-    if not state.step:
-        return ""
-    report = state.report
-    shown = [markup.tile("loss", value_text(report.loss), f"epoch mean {value_text(report.epoch_loss)}")]
-    if "val_loss" in state.validated:
-        lowest = state.lowest.get("val_loss")
-        aside = f"lowest {value_text(lowest.value)}, epoch {lowest.epoch}" if lowest else ""
-        shown.append(markup.tile("val_loss", value_text(state.validated["val_loss"]), aside))
-    if state.samples_per_s:
-        shown.append(markup.tile("samples/s", rate_text(state.samples_per_s), f"{rate_text(state.steps_per_s)} steps/s"))
-    if math.isfinite(state.lr):
-        shown.append(markup.tile("lr", f"{state.lr:.3g}"))
-    return markup.div(markup.tiles(shown) + _times(report, several=len(state.ranks) > 1), FONT)
-
-
-def _times(report: Report, *, several: bool) -> str:
-    """The times of the log line."""
-    rows = [("data", report.data_s, report.mean_data_s), ("network", report.network_s, report.mean_network_s)]
-    if several:
-        rows.append(("aggregation (waiting)", report.aggregation_s, report.mean_aggregation_s))
-    cells = [(escape(name), seconds_text(now), seconds_text(mean)) for name, now, mean in rows]
-    return html_table(("time of a step", "now", "epoch mean"), cells)
-
-
-def _body(state: RunState, printed: list[str]) -> str:
-    parts = []
-    if any(state.recent_phases_s.values()):
-        whole = sum(state.recent_phases_s.values())
-        parts += [
-            markup.heading(f"Where a step's {seconds_text(whole)} go", markup.slowest_text(state)),
-            markup.phase_bar(state.recent_phases_s),
-            markup.phase_legend(state.recent_phases_s),
-        ]
-    if state.ranks:
-        parts += [markup.heading("Ranks"), markup.rank_table(state.ranks[rank] for rank in sorted(state.ranks))]
-    if printed:
-        parts += [markup.heading("Rank 0 prints"), markup.preformatted(printed)]
-    return markup.div("".join(parts), FONT)
+def _below(widget: Any) -> Iterator[ipywidgets.Widget]:
+    """A widget and everything that it is made of."""
+    yield widget
+    for part in (getattr(widget, "layout", None), getattr(widget, "style", None)):
+        if part is not None:
+            yield part
+    for child in getattr(widget, "children", ()):
+        yield from _below(child)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbddp import norm
 from nbddp.data import Shares
 from nbddp.worker.optim import make_optimizer
 from nbddp.worker.schedule import Scheduler
@@ -33,7 +35,7 @@ class ActiveStage:
         feed: Feed,
     ) -> None:
         config, plan, ranks, hooks = stage.config, stage.plan, context.ranks, context.hooks
-        self.stage = stage
+        self.stage, self._device = stage, ranks.device
         held = freezer.apply(stage.spec)
         if stage.spec is not None and stage.spec.freeze_batch_norm and not held:
             context.message(f"{stage.spec}: freeze_batch_norm holds no layer, since no BatchNorm has all of its parameters frozen", level="warning")
@@ -50,6 +52,7 @@ class ActiveStage:
             stage=stage.index,
             sampler=feed.sampler,
         )
+        self._layers = norm.batch_norm_layers(context.model).values()
         module = StepModule(context.model, hooks.training_step, hooks.training_name)
         self.optimizer = make_optimizer(context.model, config, lr=plan.lr, hook=stage.optimizer)
         compiler.compile(stage, module, precision_in_effect(stage, self.optimizer), lambda: feed.first_batch(self.shares))
@@ -58,9 +61,27 @@ class ActiveStage:
         self.updater = Updater(context, stage, self.replica, self.optimizer)
 
     @property
-    def trainable(self) -> int:
-        """Number of elements of the parameters that train."""
-        return sum(parameter.numel() for parameter in self.replica.trainable)
+    def facts(self) -> dict[str, Any]:
+        """What the stage's event says of it: what was planned, and what is known only here.
+
+        `trainable` counts the elements of the parameters that train, `float32` says whether any of them is in float32, `batch_norm` counts the layers that
+        take statistics of this rank's samples alone, `cores` are those that this host gives the run, `capability` is that of the GPU (None on the CPU),
+        `options` those of the stage (None where they are the run's).
+        """
+        plan, parameters = self.stage.plan, self.replica.trainable
+        return {
+            "epochs": plan.epochs,
+            "batch_size": plan.batch_size,
+            "lr": plan.lr,
+            "precision": self.updater.precision,
+            "trainable": sum(parameter.numel() for parameter in parameters),
+            "float32": any(parameter.dtype is torch.float32 for parameter in parameters),
+            "batch_norm": sum(layer.training and not norm.is_synchronized(layer) for layer in self._layers),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "cores": len(os.sched_getaffinity(0)),
+            "capability": _capability(self._device),
+            "options": None if self.stage.spec is None else self.stage.config.to_json(),
+        }
 
     def steps_to_come(self, progress: Progress) -> int | None:
         """Steps that are left of the stage; None where their number is not known."""
@@ -89,3 +110,10 @@ class ActiveStage:
         """What a checkpoint holds of this very rank."""
         compression = self.replica.compression
         return {"comm_hook": None if compression is None else compression.state()}
+
+
+def _capability(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10

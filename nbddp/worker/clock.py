@@ -14,10 +14,18 @@ DATA, FORWARD, BACKWARD, SYNC, OPTIMIZER = range(5)
 N_PHASES = 5
 
 
+CAUGHT_UP = 1.1
+"""A GPU that took no longer than this many times what the host took to ask for its work was waiting to be asked."""
+
+
 class StepTimes(Protocol):
-    """The times of one step, in seconds per phase; `read` may be called once the step's work is done."""
+    """The times of one step, in seconds per phase; `read` may be called once the step's work is done, and `starved` after it."""
 
     def read(self) -> list[float]: ...
+
+    def starved(self) -> bool:
+        """Whether the GPU waited for the host, which launches its work, and not the other way round."""
+        ...
 
 
 class _Ready:
@@ -28,6 +36,9 @@ class _Ready:
 
     def read(self) -> list[float]:
         return self._times
+
+    def starved(self) -> bool:
+        return False
 
 
 NO_TIMES: StepTimes = _Ready([0.0] * N_PHASES)
@@ -72,10 +83,18 @@ class CpuClock:
 
 
 class _Events:
-    __slots__ = ("_data", "_marks")
+    """Times by the marks on the stream.
 
-    def __init__(self, data: float, marks: list[tuple[int, torch.cuda.Event]]) -> None:
-        self._data, self._marks = data, marks
+    The GPU starves where it is done with the backward pass when the host has only just asked for the optimizer's step, and forward and backward passes
+    took it as long as the host took to ask for them. One of the two alone proves little: a host that runs far ahead is held up, and takes as long as the GPU;
+    and where the step waits for the GPU, as for the norm of the gradients, that is done by then.
+    """
+
+    __slots__ = ("_asked_s", "_data", "_done", "_gradients", "_marks")
+
+    def __init__(self, data: float, marks: list[tuple[int, torch.cuda.Event]], gradients: torch.cuda.Event | None, asked_s: float) -> None:
+        self._data, self._marks, self._gradients, self._asked_s = data, marks, gradients, asked_s
+        self._done = gradients is not None and gradients.query()
 
     def read(self) -> list[float]:
         times = [0.0] * N_PHASES
@@ -86,22 +105,30 @@ class _Events:
                 times[phase] += before.elapsed_time(after) / 1e3
         return times
 
+    def starved(self) -> bool:
+        return self._done and self._gradients is not None and self._marks[0][1].elapsed_time(self._gradients) / 1e3 <= CAUGHT_UP * self._asked_s
+
 
 class CudaClock:
     """The same on a GPU. The data phase is the host's time, since nothing of it is on the stream; the others are the stream's."""
 
     def __init__(self) -> None:
         self._data = 0.0
-        self._host = 0.0
+        self._host = self._first_mark = self._asked_s = 0.0
         self._marks: list[tuple[int, torch.cuda.Event]] = []
+        self._gradients: torch.cuda.Event | None = None
 
     def _mark(self, phase: int) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
+        if not self._marks:
+            self._first_mark = time.perf_counter()
+        if phase == BACKWARD:
+            self._gradients, self._asked_s = event, time.perf_counter() - self._first_mark
         self._marks.append((phase, event))
 
     def start(self) -> None:
-        self._data, self._marks = 0.0, []
+        self._data, self._marks, self._gradients = 0.0, [], None
         self._host = time.perf_counter()
 
     def lap(self, phase: int) -> None:
@@ -124,7 +151,7 @@ class CudaClock:
         self._mark(SYNC if split else BACKWARD)
 
     def stop(self) -> StepTimes:
-        return _Events(self._data, self._marks)
+        return _Events(self._data, self._marks, self._gradients, self._asked_s)
 
 
 Clock = CpuClock | CudaClock

@@ -103,9 +103,8 @@ class Training:
             if resumed.best is not None and self._monitor.best.value is not None:
                 self._saver.adopt_best(resumed.best)
         if self._context.ranks.rank == 0:
-            facts = {"epochs": stage.plan.epochs, "batch_size": stage.plan.batch_size, "lr": stage.plan.lr, "precision": self._stage.updater.precision}
             at = {"stage": stage.index, "name": stage.name, "step": progress.step, "total_steps": self._total_steps()}
-            self._context.events.emit("stage", **at, trainable=self._stage.trainable, **facts)
+            self._context.events.emit("stage", **at, **self._stage.facts)
         self._warmup_until = progress.step + WARMUP_STEPS
         self._phase("training")
 

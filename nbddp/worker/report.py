@@ -9,7 +9,7 @@ import numpy as np
 
 from nbddp.state import PHASES
 from nbddp.worker.clock import BACKWARD, DATA, FORWARD, N_PHASES, OPTIMIZER
-from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, TIMES, WEIGHT, Gathered, StepRecord
+from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, STARVED, TIMES, WEIGHT, Gathered, StepRecord
 
 if TYPE_CHECKING:
     from nbddp.events import EventWriter
@@ -122,6 +122,7 @@ class Reporter:
             "slowest_rank": slowest.tolist(),
             "overflow": [int(record.overflow) for record in records],
             "recompiles": self.recompiles,
+            "starved": round(float(rows[:, :, STARVED].mean()), 4),
             "scalars": {name: scalars[:, index].tolist() for index, name in enumerate(self.names)},
             "ranks": [
                 {

@@ -29,8 +29,8 @@ K_GROWTH = 2
 STOP_ASKED, STOP_TIME, SAVE_DUE, SAVE_OK = 1, 2, 4, 8
 """Decisions of rank 0: the user asked to stop, the time is up, a checkpoint is due by the clock, the last checkpoint is old enough for another."""
 
-STEP, LOSS, WEIGHT, TIMES, AGGREGATION, FIRST_SCALAR = 0, 1, 2, 3, 3 + N_PHASES, 4 + N_PHASES
-"""Columns of a row: step, sum of loss x weight, weight, the phases, the time spent here, then sums of scalar x weight."""
+STEP, LOSS, WEIGHT, TIMES, AGGREGATION, STARVED, FIRST_SCALAR = 0, 1, 2, 3, 3 + N_PHASES, 4 + N_PHASES, 5 + N_PHASES
+"""Columns of a row: step, sum of loss x weight, weight, the phases, the time spent here, whether the GPU waited for the host, then sums of scalar x weight."""
 
 _ROWS, _FLAGS, _NEXT_K, _MEMORY = range(4)
 
@@ -166,7 +166,10 @@ class Telemetry:
         if self._lag:
             ripe, self._travelling = self._travelling, ripe
         self._fresh = []
-        rows = [(record.step, *sums[:2], *record.times.read(), record.aggregation_s, *sums[2:]) for record, sums in zip(ripe.records, ripe.read(), strict=True)]
+        rows = [
+            (record.step, *sums[:2], *record.times.read(), record.aggregation_s, record.times.starved(), *sums[2:])
+            for record, sums in zip(ripe.records, ripe.read(), strict=True)
+        ]
         buffer = np.zeros((1 + K_MAX, self._width))
         if rows:
             buffer[1 : 1 + len(rows)] = rows

@@ -223,6 +223,55 @@ def test_where_a_run_starts(nb, tmp_path):
     assert run_folders(nb) == there
 
 
+# -- lists and comparisons
+
+
+def test_runs_are_listed_in_any_order_and_compared(nb):
+    nb.run("runs = {}", check=True)
+    for lr, steps in ((0.1, 8), (0.001, 24), (0.01, 16)):
+        nb.run("net = make_net()", check=True)
+        nb.run(f"%%ddp_train net samples --val held_out -n 2 --batch-size 64 --max-steps {steps} --epochs 3 --lr {lr} --optimizer sgd\n{STEP}", check=True)
+        nb.run(f"runs[{lr}] = run", check=True)
+    assert nb.eval("[row.differs['lr'] for row in nbddp.runs()[:3]]") == [0.01, 0.001, 0.1]
+    by_loss = nb.eval("sorted(runs, key=lambda lr: runs[lr].epochs['loss'][-1])")
+    for line, order in (("--sort lr --reverse", [0.1, 0.01, 0.001]), ("--sort steps", [0.001, 0.01, 0.1]), ("--sort loss", by_loss)):
+        shown = nb.run(f"%ddp_runs {line}", check=True).shown()[0]
+        ids = nb.eval(f"[runs[lr].id for lr in {order}]")
+        assert sorted(ids, key=shown.index) == ids, line
+        assert shown.splitlines()[0].split()[0] == "run"
+    row = nb.eval("(lambda row: (row.best, row.loss, row.step, row.curve.step[-1], len(row.curve.step)))(nbddp.runs()[0])")
+    assert row == (("val_loss", nb.eval("float(min(run.epochs['val_loss']))"), 2), nb.eval("float(run.epochs['loss'][-1])"), 16, 16, 16)
+
+    cell = nb.run("made = nbddp.compare(*runs.values())\nmade", check=True)
+    lines = cell.shown()[0].splitlines()
+    assert [line.split()[1:4] for line in lines[1:4]] == [["finished", "8", "0.1"], ["finished", "24", "0.001"], ["finished", "16", "0.01"]]
+    assert set(cell.outputs[0]["data"]) == {"text/html", "image/png", "text/plain"}
+    assert nb.eval("made.options") == {"max_steps": (8, 24, 16), "lr": (0.1, 0.001, 0.01)}
+    drawn = "[[line.get_ydata().tolist() for line in axes.lines if len(line.get_ydata()) > 1] for axes in made.figure.axes]"
+    train, val = nb.eval(drawn)
+    assert train == nb.eval("[run.history['loss'].tolist() for run in runs.values()]")
+    assert val == nb.eval("[run.epochs['val_loss'].tolist() for run in list(runs.values())[1:]]"), "the first has one validation"
+    assert nb.eval("'matplotlib.pyplot' in sys.modules") is False
+
+
+def test_live_failed_and_resumed_runs_are_compared(nb):
+    nb.run(f"%%ddp_train net samples --val held_out -n 2 --batch-size 64 --max-steps 12 --epochs 9 --as first\n{STEP}", check=True)
+    nb.run(f"%%ddp_train net samples --val held_out -n 2 --batch-size 64 --max-steps 20 --epochs 9 --resume last --as second\n{STEP}", check=True)
+    failing = "def training_step(model, batch):\n    loss = step(model, batch)\n    assert float(loss) < 0\n    return loss"
+    assert nb.run(f"%%ddp_train net samples -n 2 --batch-size 64 --as third\n{failing}").error is not None
+    nb.run("net = make_net()", check=True)
+    nb.run(f"%%ddp_train net samples {ENDLESS} --background --as live\n{STEP}", check=True)
+    nb.run("while not len(live.history['step']): time.sleep(0.02)", timeout=30, check=True)
+    nb.run("made = nbddp.compare(first, second.id, live, third.dir, x='epoch')", check=True)
+    assert nb.eval("[row.state for row in made.runs]") == ["finished", "finished", "running"]
+    assert nb.eval("[float(line.get_xdata()[-1]) for line in made.figure.axes[0].lines][:2]") == [1.5, 2.5]
+    assert nb.eval("made.figure.axes[0].lines[1].get_ydata().tolist() == second.history['loss'].tolist()") is True
+    assert nb.eval("list(made.left_out.items()) == [(third.id, 'failed before its first step')]") is True
+    error = nb.run("nbddp.compare(first, third)").error
+    assert error.traceback == f"ConfigError: of 2 runs 1 has a loss to compare: {nb.eval('third.id')}, failed before its first step"
+    nb.run("live.stop()\nlive.wait(10)", check=True)
+
+
 # -- data and old runs
 
 

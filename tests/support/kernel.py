@@ -44,6 +44,7 @@ class Cell:
 
     Attributes:
         outputs: in the notebook format (``output_type`` and its fields); ``transient`` keeps the display id.
+        payload: what the front end was asked to do at the cell's end, such as ``set_next_input``.
         done: the kernel has said that it is idle again and has answered.
     """
 
@@ -51,6 +52,7 @@ class Cell:
     msg_id: str
     outputs: list[dict[str, Any]] = field(default_factory=list)
     execution_count: int | None = None
+    payload: list[dict[str, Any]] = field(default_factory=list)
     replied: bool = False
     idle: bool = False
     clear_before_next: bool = False
@@ -180,6 +182,25 @@ class Notebook:
             raise RuntimeError(message)
         return ast.literal_eval(ast.literal_eval(value["data"]["text/plain"]))
 
+    # -- widgets
+
+    def find_widget(self, **state: Any) -> str:
+        """Return the id of the one widget with this state: ``find_widget(_model_name="ButtonModel", description="Run")``."""
+        (found,) = [key for key, known in self.widgets.items() if all(known.get(name) == value for name, value in state.items())]
+        return found
+
+    def set_widget(self, model_id: str, **state: Any) -> None:
+        """Set traits of a widget as a front end does when its user changes them; returns at once."""
+        self._comm(model_id, {"method": "update", "state": state, "buffer_paths": []})
+        self.widgets[model_id].update(state)
+
+    def click(self, model_id: str) -> None:
+        """Press a button; returns at once."""
+        self._comm(model_id, {"method": "custom", "content": {"event": "click"}})
+
+    def _comm(self, comm_id: str, data: dict[str, Any]) -> None:
+        self._client.shell_channel.send(self._client.session.msg("comm_msg", {"comm_id": comm_id, "data": data}))
+
     # -- the end
 
     def processes(self) -> processes.Processes:
@@ -219,6 +240,7 @@ class Notebook:
         cell = self._cell(message)
         if cell is not None and message["msg_type"] == "execute_reply":
             cell.replied = True
+            cell.payload = message["content"].get("payload", [])
             cell.execution_count = message["content"].get("execution_count", cell.execution_count)
 
     def _take_output(self, message: dict[str, Any]) -> None:

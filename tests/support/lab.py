@@ -70,6 +70,13 @@ class LabNotebook:
         self.page.locator(".jp-Notebook .jp-CodeCell").nth(index).locator(".cm-content").click()
         self.page.keyboard.press("Control+Enter")
 
+    def theme(self, name: str) -> None:
+        """Choose a theme, and wait until it is there."""
+        self.page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Settings$")).click()
+        self.page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Theme$")).hover()
+        self.page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{re.escape(name)}$")).click()
+        self.page.locator(f"body[data-jp-theme-name='{name}']").wait_for(state="attached")
+
     def interrupt(self) -> None:
         """Press the toolbar's Stop button."""
         self.page.locator("[data-command='notebook:interrupt-kernel'], [data-jp-item-name='interrupt']").first.click()
@@ -111,8 +118,9 @@ class LabNotebook:
 class Lab:
     """A JupyterLab server on a folder, and a browser: use `running`."""
 
-    def __init__(self, folder: Path, url: str, token: str, page: Page) -> None:
+    def __init__(self, folder: Path, settings: Path, url: str, token: str, page: Page) -> None:
         self.folder = folder
+        self._settings = settings
         self._url = url
         self._token = token
         self._page = page
@@ -124,12 +132,19 @@ class Lab:
         nbformat.write(notebook, self.folder / name)
         return self.reopen(name)
 
-    def reopen(self, name: str = "notebook.ipynb") -> LabNotebook:
-        """Open a notebook of the folder in a fresh workspace, as a new browser tab would; a kernel that it has is kept."""
+    def configure(self, extension: str, plugin: str, **settings: object) -> None:
+        """Set what the settings editor would; holds from the next notebook that is opened."""
+        path = self._settings / extension / f"{plugin}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings))
+
+    def reopen(self, name: str = "notebook.ipynb", *, idle: bool = True) -> LabNotebook:
+        """Open a notebook of the folder in a fresh workspace, as a new browser tab would; a kernel that it has is kept, and waited for if `idle`."""
         self._page.goto(f"{self._url}/lab/tree/{name}?token={self._token}&reset")
         self._page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         opened = LabNotebook(self._page, self.folder / name)
-        opened.idle()
+        if idle:
+            opened.idle()
         return opened
 
 
@@ -171,7 +186,7 @@ def running(folder: Path, state: Path, env: Mapping[str, str] | None = None) -> 
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium(), headless=True, args=CHROMIUM_ARGS)
             try:
-                yield Lab(folder, url, token, browser.new_page(viewport={"width": 1100, "height": 900}))
+                yield Lab(folder, settings, url, token, browser.new_page(viewport={"width": 1100, "height": 900}))
             finally:
                 browser.close()
     finally:

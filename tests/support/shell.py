@@ -14,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from nbddp.kernel.cells import RunningCells
+from nbddp.kernel.config_magic import ConfigMagics
 from nbddp.kernel.magics import TrainMagics
 from nbddp.kernel.run_magics import RunMagics
 
@@ -42,7 +43,7 @@ class Shell:
         cells = RunningCells(shell)
         shell.events.register("pre_run_cell", cells.started)
         shell.events.register("post_run_cell", cells.ended)
-        shell.register_magics(TrainMagics(shell, cells, train=self._train, dry_run=self.plans.append), RunMagics(shell))
+        shell.register_magics(TrainMagics(shell, cells, train=self._train, dry_run=self.plans.append), RunMagics(shell), ConfigMagics(shell))
 
     def _train(self, request: Request, bind: Bind) -> None:
         self.requests.append(request)

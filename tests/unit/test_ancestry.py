@@ -95,7 +95,7 @@ def test_the_card_and_the_table_say_the_parent(tmp_path: Path) -> None:
     assert "goes on from" not in Run(first.run_dir).card().text
     table = RunTable.of(tmp_path)
     assert [entry.parent for entry in table] == [first.run_dir.id, None]
-    header, row, other = repr(table).splitlines()
+    header, row, other, _ = repr(table).splitlines()
     at = header.index("goes on from")
     assert row[at:].startswith(f"digits-{first.run_dir.id[-4:]} ")
     assert other[at:].startswith("   ")

@@ -5,6 +5,8 @@ import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
+from nbddp.advice import advise
+from nbddp.config import TrainConfig
 from nbddp.kernel.card import Card, make_card
 from nbddp.kernel.follow import fold_all
 from nbddp.tabular import html_table
@@ -195,3 +197,28 @@ def test_a_long_last_column_breaks_and_the_labels_before_it_do_not():
     assert [content.strip()[:10] for _, content in cells] == ["throughput", "long long "]
     assert ["white-space:nowrap" in style for style, _ in cells] == [True, False]
     assert ["overflow-wrap:anywhere" in style for style, _ in cells] == [False, True]
+
+
+def test_what_could_be_faster_is_said_with_the_option(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, nproc=1, slow_rank=0)
+    run.start()
+    for _ in range(20):  # steps that wait for their data most of the time
+        columns = run._columns(50, None)
+        run.ranks[0].emit("steps", **{**columns, "data_s": [0.02] * 50, "warmup": [0] * 50, "ranks": [{**columns["ranks"][0], "data_s": 0.02}]})
+        run.step += 50
+    run.end()
+    said = advise(fold_all(run.run_dir), TrainConfig(nproc=1, epochs=10))
+    assert next(advice.rule for advice in said) == "loader-bound"
+    card = card_of(run)
+    shown = checked(card.html).text
+    for advice in said:
+        assert advice.text in shown
+        assert advice.text in card.text
+        assert advice.option is None or (advice.option in shown and advice.option in card.text)
+
+
+def test_options_of_another_version_give_no_advice(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path, config={"no_such_option": 1})
+    card = make_card(run_dir, fold_all(run_dir), plan_line=PLAN_LINE, holds=None, error=None)
+    assert "advice" not in card.text
+    assert "finished" in card.text

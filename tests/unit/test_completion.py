@@ -79,7 +79,13 @@ def test_expressions_strings_and_comments_are_left_to_ipython(text):
 
 
 def test_other_magics_are_left_alone():
-    assert complete("ddp_config", "n", NAMES) == ("", [], False)
+    assert complete("ddp_check", "n", NAMES) == ("", [], False)
+
+
+def test_the_panel_takes_what_a_cell_takes_and_more():
+    assert offers("ne", "ddp_config") == offers("ne")
+    assert {"--cell", "--from", "--batch-size", "--val"} <= set(offers("net train_set --", "ddp_config"))
+    assert offers("--fr", "ddp_config") == ["--from", "--freeze-rb-layer"]
 
 
 def test_files_are_offered_for_config(tmp_path, monkeypatch):

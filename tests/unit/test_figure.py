@@ -4,13 +4,17 @@ import io
 import math
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from nbddp.kernel.figure import DPI, SIZE_IN, loss_figure, loss_png
+from nbddp.kernel.figure import DPI, SIZE_IN, loss_figure, loss_png, wants_log
 from nbddp.state import RunState, StageRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def state_of(train: list[float], val: list[float] = ()) -> RunState:  # type: ignore[assignment] # an empty tuple is an empty list here
@@ -136,3 +140,38 @@ assert "matplotlib.pyplot" not in sys.modules
 assert matplotlib.rcParams["figure.figsize"] == [6.4, 4.8]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def axis_scale(figure: Figure) -> str:
+    return str(figure.axes[0].get_yscale())
+
+
+def test_the_axis_is_logarithmic_where_that_shows_more_and_where_it_is_asked_for() -> None:
+    wide, narrow = state_of([10.0**-n for n in range(5)] * 3), state_of([1.0, 2.0, 3.0])
+    assert (wants_log(wide), wants_log(narrow), wants_log(RunState())) == (True, False, False)
+    assert axis_scale(loss_figure(wide)) == "log"
+    assert axis_scale(loss_figure(narrow)) == "linear"
+    assert axis_scale(loss_figure(wide, log=False)) == "linear"
+    assert axis_scale(loss_figure(narrow, log=True)) == "log"
+
+
+def test_a_logarithmic_axis_says_what_it_leaves_out() -> None:
+    assert "not positive" in loss_figure(state_of([1.0, -1.0, 2.0]), log=True).axes[0].get_xlabel()
+    assert loss_figure(state_of([1.0, 2.0]), log=True).axes[0].get_xlabel() == "step"
+    none_positive = loss_figure(state_of([-1.0, -2.0, math.nan]), log=True)
+    assert axis_scale(none_positive) == "linear"
+    assert loss_png(state_of([-1.0, -2.0]), log=True) is not None
+
+
+def test_smoothing_is_the_width_of_the_mean() -> None:
+    noise = np.random.default_rng(0)
+    state = state_of(noise.random(400).tolist())
+    alone = loss_figure(state, smoothing=0).axes[0].lines
+    assert [len(line.get_ydata()) for line in alone] == [400]
+    spreads = []
+    for smoothing in (1 / 60, 1 / 10):
+        raw, smooth = loss_figure(state, smoothing=smoothing).axes[0].lines
+        assert np.ptp(raw.get_ydata()) > 0.9
+        spreads.append(np.ptp(smooth.get_ydata()[50:-50]))
+    assert spreads[1] < spreads[0] < 0.5
+    assert len({loss_png(state, smoothing=smoothing) for smoothing in (0, 1 / 60, 1 / 10)}) == 3

@@ -13,6 +13,7 @@ from torch import nn
 from nbddp import checkpoint
 from nbddp.kernel.completion import CHECKPOINTS, complete
 from nbddp.kernel.run import Run
+from nbddp.kernel.text import bytes_text
 from support import shell as shells
 from support.fake_run import FakeRun, finished
 
@@ -66,13 +67,30 @@ def test_runs_are_listed(shell, root, tmp_path):
     assert "no runs here yet" in shell.output
 
 
+def test_runs_are_sorted(shell, root):
+    runs = [finished(root, epochs=1, steps_per_epoch=steps, config={"lr": lr, "per_rank_batch_size": 4}) for steps, lr in ((20, 0.1), (30, 0.3), (10, 0.2))]
+
+    def order(line):
+        shell.run(line)
+        places = {shell.output.index(run.id): number for number, run in enumerate(runs)}
+        return [places[place] for place in sorted(places)]
+
+    assert order("%ddp_runs") == order("%ddp_runs --sort started") == [2, 1, 0]
+    assert order("%ddp_runs --reverse") == [0, 1, 2]
+    assert order("%ddp_runs --sort steps") == [1, 0, 2]
+    assert order("%ddp_runs --sort lr --reverse") == [1, 2, 0]
+    assert order("%ddp_runs --sort per-rank-batch-size --reverse false") == [2, 1, 0], "equal ones stay in their order"
+    assert {"best", "size"} <= {offer for offer, _ in complete("ddp_runs", "--sort ", {})[1]}
+
+
 def test_pruning_names_and_only_then_deletes(shell, root):
     old, new = sorted((finished(root, epochs=1, steps_per_epoch=10) for _ in range(2)), key=lambda run: run.id)  # ids of one second are in any order
     aged(old, days=31)
     shell.run("%ddp_runs --prune")
     assert shell.output.startswith("nothing to prune in ")
     shell.run("%ddp_runs --prune --keep 1")
-    assert shell.output.splitlines() == ["1 run would be deleted; --no-dry-run deletes them:", f"  {old.id}"]
+    size = bytes_text(old.bytes())
+    assert shell.output.splitlines() == [f"1 run ({size}) would be deleted; --no-dry-run deletes them:", f"  {old.id}"]
     assert old.path.exists()
     shell.run("%ddp_runs --prune --keep 1 --older-than-days 30.5 --no-dry-run")
     assert shell.output.splitlines() == ["1 run deleted:", f"  {old.id}"]
@@ -85,6 +103,11 @@ def test_pruning_names_and_only_then_deletes(shell, root):
         ("%ddp_runs all", "all: too many words; write %ddp_runs [--root DIR]"),
         ("%ddp_runs --keep 3", "--keep goes with --prune"),
         ("%ddp_runs --no-dry-run", "--dry-run goes with --prune"),
+        ("%ddp_runs --prune --sort size", "--sort arranges the list of runs: leave it out with --prune"),
+        ("%ddp_runs --prune --reverse", "--reverse arranges the list of runs: leave it out with --prune"),
+        ("%ddp_runs --sort", "--sort needs a value (COLUMN): order of the runs"),
+        ("%ddp_runs --sort siez", "sort=siez: not a column and not an option. Did you mean size?"),
+        ("%ddp_runs --reverse=maybe", "--reverse=maybe: write --reverse alone, or true or false after it"),
         ("%ddp_runs --prune --keep few", "--keep few: must be a whole number, 0 or more"),
         ("%ddp_runs --prune --keep 1.5", "--keep 1.5: must be a whole number, 0 or more"),
         ("%ddp_runs --prune --older-than-days -1", "--older-than-days -1: must be a number, 0 or more"),

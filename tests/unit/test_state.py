@@ -177,6 +177,32 @@ def test_steps_that_the_loss_scaler_skipped_are_counted() -> None:
     assert state.overflows == 2
 
 
+def test_how_long_compiling_took_and_what_a_stage_found_out() -> None:
+    state = RunState()
+    state.fold(event("phase", phase="compiling", mono=10.0))
+    state.fold(event("phase", rank=1, phase="compiling", mono=11.0))
+    state.fold(event("heartbeat", step=0, phase="compiling", mono=20.0))
+    assert state.compile_s == 0
+    state.fold(event("stage", stage=0, name="head", step=0, cores=8, mono=24.0))
+    state.fold(event("phase", phase="training", mono=25.0))
+    state.fold(event("phase", phase="validation", mono=90.0))
+    assert state.compile_s == 15.0
+    assert state.stage_facts["cores"] == 8
+    state.fold(event("phase", phase="compiling", mono=100.0))
+    state.fold(event("phase", phase="training", mono=103.0))
+    assert state.compile_s == 3.0  # of the stage that it was for
+
+
+def test_the_window_has_the_steps_without_the_warm_up() -> None:
+    state = RunState()
+    state.fold(steps_event(1, 3, warmup=1, step_s=9.0))
+    state.fold(steps_event(4, 200, step_s=0.01))
+    assert (state.window.total.steps, len(state.window.blocks)) == (200, 1)
+    snapshot = state.snapshot()
+    state.fold(steps_event(204, 200, step_s=0.01))
+    assert (len(snapshot.window.blocks), len(state.window.blocks)) == (1, 2)
+
+
 def test_kinds_that_are_not_known_change_nothing() -> None:
     state = RunState()
     before = repr(state)

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import json
+import math
+import os
+import re
 import shutil
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nbddp.errors import ConfigError
+from nbddp.kernel.entry import RunEntry, read_entry
 from nbddp.kernel.follow import fold_all
-from nbddp.kernel.table import CheckpointTable, RunTable, read_entry
+from nbddp.kernel.options import RUNS_COLUMNS
+from nbddp.kernel.table import KEEP, OLDER_THAN_DAYS, ORDERS, CheckpointTable, RunTable
 from nbddp.process import ProcessId
 from support.fake_run import FakeRun, finished
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_no_runs(tmp_path: Path) -> None:
@@ -137,3 +142,119 @@ def test_checkpoints_as_a_table(tmp_path: Path) -> None:
     assert repr(CheckpointTable([])) == "no checkpoints"
     with pytest.raises(KeyError, match="no checkpoint best; there are none"):
         CheckpointTable([])["best"]
+
+
+# -- in other orders
+
+
+def entry(name: str, **values: Any) -> RunEntry:
+    given: dict[str, Any] = {
+        "state": "finished",
+        "started": 0.0,
+        "duration_s": 1.0,
+        "step": 1,
+        "best": None,
+        "loss": 1.0,
+        "differs": {},
+        "size": 1,
+        "note": None,
+    }
+    return RunEntry(id=name, dir=Path(name), **{**given, **values})
+
+
+def names(table: RunTable) -> str:
+    return "".join(row.id for row in table)
+
+
+TABLE = RunTable(
+    [
+        entry("a", started=30.0, duration_s=None, loss=0.5, size=20, differs={"lr": 0.1, "precision": "fp32"}, best=("val_loss", 0.4, 1), step=5),
+        entry("b", started=20.0, duration_s=9.0, loss=math.nan, size=30, differs={"lr": 0.003}, best=("val_loss", 0.3, 1), step=None, state="failed"),
+        entry("c", started=None, duration_s=11.0, loss=0.25, size=10, note="the long one", best=("accuracy", 0.8, None), largest=True, step=100),
+        entry("d", started=10.0, duration_s=7.0, loss=None, size=20, differs={"lr": 1.0}, note="", best=("accuracy", 0.9, None), largest=True, step=20),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    "by, order, reverse",
+    [
+        ("started", "abdc", "dbac"),
+        ("best", "dcba", "abcd"),
+        ("loss", "cabd", "acbd"),
+        ("duration", "cbda", "dbca"),
+        ("steps", "cdab", "adcb"),
+        ("size", "badc", "cdab"),
+        ("note", "cabd", "cabd"),
+        ("state", "bacd", "dcab"),
+        ("run", "abcd", "dcba"),
+        ("lr", "badc", "dabc"),
+        ("precision", "bcda", "adcb"),
+    ],
+)
+def test_sorted(by: str, order: str, reverse: str) -> None:
+    assert names(TABLE.sorted(by)) == order
+    assert names(TABLE.sorted(by, reverse=True)) == reverse
+    assert names(TABLE) == "abcd", "the table itself stays as it is"
+
+
+def test_a_column_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sort=bets: not a column and not an option\. Did you mean best.*\? Columns that sort: run, state, started, .*size$"):
+        RunTable.of(tmp_path).sorted("bets")
+
+
+def test_the_line_offers_the_columns_that_sort() -> None:
+    assert sorted(ORDERS) == list(RUNS_COLUMNS)
+    assert set(ORDERS) <= set(RunTable.HEADER)
+
+
+def script(html: str) -> tuple[dict[str, list[Any]], list[Any]]:
+    """The orders that the page sorts by, and which it begins with."""
+    found = re.search(r"orders = (\{.*?\}), shown = (\[.*?\]),", html)
+    assert found is not None
+    return json.loads(found[1]), json.loads(found[2])
+
+
+def test_the_page_sorts_as_python_does() -> None:
+    orders, shown = script(TABLE._repr_html_())
+    assert shown == [-1, True]
+    for name, order in ORDERS.items():
+        first, rest, ascends = orders[str(RunTable.HEADER.index(name))]
+        assert "".join(TABLE[row].id for row in [*first, *rest]) == names(TABLE.sorted(name))
+        assert ascends is order.ascends
+    assert script(TABLE.sorted("size")._repr_html_())[1] == [RunTable.HEADER.index("size"), False]
+    assert script(TABLE.sorted("size", reverse=True)[1:]._repr_html_())[1] == [RunTable.HEADER.index("size"), True]
+    assert script(TABLE.sorted("lr")._repr_html_())[1] == [-1, True]
+    assert "<script" not in TABLE[:1]._repr_html_(), "one run is in order"
+
+
+# -- curves, sizes, old runs
+
+
+def test_curves_are_pictures_with_a_text_and_blocks(tmp_path: Path) -> None:
+    finished(tmp_path, epochs=2, steps_per_epoch=50)
+    FakeRun(tmp_path).end("failed")
+    table = RunTable.of(tmp_path)
+    header, empty, row, _ = repr(table).splitlines()
+    at = header.index("curve")
+    assert re.match(r"[▁▂▃▄▅▆▇█]{12} ", row[at:])
+    assert not re.search("[▁▂▃▄▅▆▇█]", empty)
+    html = table._repr_html_()
+    assert html.count("<img ") == 1
+    assert re.search(r'<img alt="loss from \d\.\d+ to 0\.\d+ in 100 steps"', html)
+    assert html.count('<th scope="col"') == len(RunTable.HEADER)
+
+
+def test_what_could_be_deleted_is_said(tmp_path: Path) -> None:
+    for index in range(KEEP + 3):
+        run = FakeRun(tmp_path, name=f"r{index}")
+        run.end("stopped")
+        if index < 2:
+            then = time.time() - (OLDER_THAN_DAYS + 1) * 86400
+            os.utime(run.run_dir.path, (then, then))
+    table = RunTable.of(tmp_path)
+    assert [row.prunable for row in table] == [False] * (KEEP + 1) + [True] * 2
+    assert re.fullmatch(r"23 runs · \d+ KiB · 2 older than 30 days \(\d\.\d KiB\): %ddp_runs --prune names them", table.summary())
+    assert table.summary() in table._repr_html_()
+    assert repr(table).splitlines()[-1] == table.summary()
+    assert re.fullmatch(r"1 run · \d{3} B", table[:1].summary())

@@ -12,7 +12,7 @@ import torch
 from nbddp.evaluation.ranks import Ranks
 from nbddp.events import EventReader, EventWriter
 from nbddp.worker import position, telemetry
-from nbddp.worker.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, SYNC, CpuClock, _Ready
+from nbddp.worker.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, SYNC, CpuClock, CudaClock, _Ready
 from nbddp.worker.position import Heartbeat, Position
 from nbddp.worker.telemetry import STOP_ASKED, StepRecord, Telemetry
 
@@ -138,6 +138,7 @@ def test_columns_are_where_readers_look_for_them(clock):
     assert row[telemetry.WEIGHT] == 2.0
     assert row[telemetry.TIMES : telemetry.AGGREGATION].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
     assert row[telemetry.AGGREGATION] == 0.6
+    assert row[telemetry.STARVED] == 0.0
     assert row[telemetry.FIRST_SCALAR :].tolist() == [10.0, 20.0]
     assert gathered.memory[0] > 0
     assert gathered.rows.dtype == np.float64
@@ -180,6 +181,88 @@ def test_the_clock_splits_a_backward_pass_where_the_gradients_are_ready(monkeypa
     times = clock.stop().read()
     clock.lap_backward()
     assert (times[DATA], times[FORWARD], times[BACKWARD], times[SYNC], times[OPTIMIZER]) == (1.0, 2.0, 3.0 + 6.0, 4.0, 5.0)
+
+
+class StreamOfGpu:
+    """A GPU that works off what it is given, on the same clock as the host; `Event` stands in for torch.cuda.Event."""
+
+    def __init__(self):
+        self.host = self.gpu = 0.0
+        stream = self
+
+        class Event:
+            def __init__(self, *, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = stream.gpu = max(stream.gpu, stream.host)
+
+            def query(self):
+                return self.at <= stream.host
+
+            def synchronize(self):
+                stream.host = max(stream.host, self.at)
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        self.Event = Event
+
+    def ask(self, host_s, gpu_s, kernels=100):
+        """Launch kernels, which takes the host a time, for the GPU to work another."""
+        for _ in range(kernels):
+            self.host += host_s / kernels
+            self.gpu = max(self.gpu, self.host) + gpu_s / kernels
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from nbddp.worker import clock as module
+
+    stream = StreamOfGpu()
+    monkeypatch.setattr(module.torch.cuda, "Event", stream.Event)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: stream.host)
+    return stream
+
+
+def starved_on(gpu, *, gpu_s, host_s=0.010, sync=lambda: None, held_up=False, step=5):
+    """Whether the GPU starves in the last of some steps; `sync` is what the guard does before the update."""
+    clock = CudaClock()
+    for _ in range(step):
+        clock.start()
+        clock.lap(DATA)
+        for phase in (FORWARD, BACKWARD):
+            gpu.ask(host_s, gpu_s)
+            if held_up:  # the queue of launches is full: the host goes on when the GPU does
+                gpu.host = max(gpu.host, gpu.gpu - 0.020)
+            if phase == FORWARD:
+                clock.lap(FORWARD)
+        clock.gradients_ready()
+        clock.lap_backward()
+        sync()
+        gpu.ask(host_s / 5, gpu_s / 5)
+        clock.lap(OPTIMIZER)
+        times = clock.stop()
+    gpu.host = max(gpu.host, gpu.gpu)
+    assert sum(times.read()) > 0
+    return times.starved()
+
+
+def test_a_gpu_that_is_done_as_soon_as_it_is_asked_starves(gpu):
+    assert starved_on(gpu, gpu_s=0.004)
+
+
+def test_a_gpu_that_has_work_in_store_does_not(gpu):
+    assert not starved_on(gpu, gpu_s=0.015)
+    assert not starved_on(gpu, gpu_s=0.015, held_up=True, step=40)
+
+
+@pytest.mark.parametrize("gpu_s, starved", [(0.004, True), (0.015, False)])
+def test_waiting_for_the_gpu_in_each_step_does_not_hide_which_of_the_two_is_slow(gpu, gpu_s, starved):
+    def wait():
+        gpu.host = max(gpu.host, gpu.gpu)
+
+    assert starved_on(gpu, gpu_s=gpu_s, sync=wait) is starved
 
 
 def test_a_heartbeat_tells_where_the_rank_is_until_it_is_stopped(tmp_path, monkeypatch):

@@ -1,0 +1,73 @@
+"""What all pictures of losses have in common: how they look, how they are smoothed and written as PNG, and that one is drawn at a time.
+
+Runs in the kernel, in whichever thread draws. matplotlib is only used by way of its objects here, never imported.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+GREY = "#808080"
+"""Readable on white and on black alike: the background is transparent."""
+TEXT: dict[str, Any] = {"color": GREY, "family": "DejaVu Sans"}
+LOG_RANGE = 50.0
+"""How many times apart losses are that are drawn on a log scale."""
+FEW = 20
+"""Losses among which none counts as a spike."""
+one_at_a_time = threading.Lock()
+"""Held while something is drawn: matplotlib's caches are not made for several threads."""
+
+
+def png_of(figure: Figure, dpi: int) -> bytes:
+    """Write a figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, transparent=True, bbox_inches=None, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def smooth(y: NDArray[np.float64], points: float) -> NDArray[np.float64]:
+    """Centred mean with Gaussian weights over about `points` points; a gap stays a gap."""
+    reach = math.ceil(2 * points)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / (points / 2)) ** 2)
+    finite = np.isfinite(y)
+    total = np.convolve(np.where(finite, y, 0.0), kernel)[reach:-reach]
+    weight = np.convolve(finite.astype(float), kernel)[reach:-reach]
+    return np.where(finite, total / np.maximum(weight, 1e-300), np.nan)
+
+
+def plain(axes: Axes) -> None:
+    """Grey ticks and a faint grid, two spines, no ground."""
+    axes.patch.set_alpha(0)
+    axes.tick_params(axis="both", which="both", colors=GREY, labelsize=8.5, direction="out", length=3, width=0.7)
+    axes.grid(visible=True, which="major", color=GREY, alpha=0.25, linewidth=0.6, linestyle="-")
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GREY)
+        spine.set_linewidth(0.7)
+
+
+def spikeless(finite: NDArray[np.float64]) -> tuple[float, float] | None:
+    """What most of the curve spans, where its first losses are many times the rest; None where they are not, or where there are few."""
+    if len(finite) <= FEW:
+        return None
+    low, high = float(finite.min()), float(np.quantile(finite, 0.99))
+    return (low, high) if high > low and finite.max() / 3 - low / 3 > high - low else None
+
+
+def leave_out_first_spikes(axes: Axes, finite: NDArray[np.float64]) -> None:
+    """Scale to what most of the curve does."""
+    if (most := spikeless(finite)) is not None:
+        low, high = most
+        margin = 0.06 * (high - low)
+        axes.set_ylim(low - margin, high + margin)
