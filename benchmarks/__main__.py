@@ -1,4 +1,4 @@
-"""Measure everything (or what is named: start, steps, handover, precision, aggregation, checkpoints) and print ratios: `python -m benchmarks [NAMES]`."""
+"""Measure everything (or what is named: start, steps, handover, precision, aggregation, checkpoints, view) and print ratios: `python -m benchmarks [NAMES]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import aggregation, checkpoints, handover, precision, start, steps
+from benchmarks import aggregation, checkpoints, handover, precision, start, steps, view
 
 
 def _start() -> list[tuple[str, float, str]]:
@@ -65,7 +65,28 @@ def _checkpoints() -> list[tuple[str, float, str]]:
     ]
 
 
-MEASURES = {"start": _start, "steps": _steps, "handover": _handover, "precision": _precision, "aggregation": _aggregation, "checkpoints": _checkpoints}
+def _view() -> list[tuple[str, float, str]]:
+    figures = view.measure()
+    print(json.dumps(figures))
+    return [
+        ("view, 8 ranks at 500 steps/s: trait updates in a second", figures["updates_per_s"], "at most 4"),
+        ("the same: kB to the browser in a second / 60", figures["bytes_per_s"] / 60_000, "at most 1"),
+        ("the same: longest wait of the main thread / 50 ms", figures["longest_gap_s"] / 0.05, "at most 1"),
+        ("the same without a view", figures["longest_gap_without_s"] / 0.05, "reported"),
+        ("view, 2 ranks at 200 steps/s: kernel's share of a core", figures["cpu"], "at most 0.1"),
+        ("what a run of a million steps keeps in the kernel / 50 MB", figures["held_bytes"] / 50e6, "at most 1"),
+    ]
+
+
+MEASURES = {
+    "start": _start,
+    "steps": _steps,
+    "handover": _handover,
+    "precision": _precision,
+    "aggregation": _aggregation,
+    "checkpoints": _checkpoints,
+    "view": _view,
+}
 
 
 def main(names: list[str]) -> int:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -33,8 +34,10 @@ DROPPINGS = ("nbddp_runs", "*.pt", "*.h5", "*.html", "*.png", "*.log", "core", "
 
 
 def pytest_configure() -> None:
-    """Mark what is started below this session, so that it is found wherever it has gone."""
+    """Mark what is started below this session, so that it is found wherever it has gone; a busy machine is no reason to fail a property."""
     os.environ[MARK] = secrets.token_hex(8)
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
