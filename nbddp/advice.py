@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nbddp import remedies
 from nbddp.evidence import Evidence
-from nbddp.remarks import ENOUGH_PER_RANK
+from nbddp.remarks import ENOUGH_PER_RANK, SMALL_NORM_BATCH
 from nbddp.remedies import NATIVE_BF16, TENSOR_CORES
 from nbddp.window import OWN, Block
 
@@ -26,11 +26,9 @@ ENOUGH_STEPS = 5
 """Steps after which a rule over the whole stage says something."""
 
 HANDOVER_S = 1e-3
-"""What a batch from a loader worker costs anyway: less time for data than this is not worth one."""
+"""What a micro-batch from a loader worker costs anyway: less time for data than this is not worth one."""
 OFTEN = 0.6
 """Share of the steps in which a straggler is the slowest."""
-SMALL_NORM_BATCH = 16
-"""Samples below which the statistics of a batch are noise."""
 MANY_RECOMPILES, TOO_MANY_RECOMPILES = 3, 8
 """Twice is how torch finds out that a shape varies; after 8 versions of the same code it runs it uncompiled."""
 
@@ -88,11 +86,18 @@ class Rule:
 
 
 def _data(evidence: Evidence, block: Block) -> float:
-    return block.share("data") if block.phase_s("data") >= HANDOVER_S else 0.0
+    return block.share("data") if block.phase_s("data") >= HANDOVER_S * evidence.accumulate else 0.0
 
 
 def _straggling(evidence: Evidence, block: Block) -> float:
-    """Share of the step that the others lose to the rank that is late; 0 where it is now one and now another."""
+    """Share of the step that the others lose to the rank that is late; 0 where it is now one and now another.
+
+    Where the ranks meet in the forward pass, those of all of them take as long as the slowest's, and `wait_s` says nothing. What a rank is late by with its
+    data shows all the same, since that comes before; which of them is late in the passes themselves is not to be seen from their times, and nothing is said.
+    """
+    if evidence.meet_early:
+        late_with_data = max(block.ranks_s, key=lambda rank: block.rank_s(rank, "data"), default=None)
+        return evidence.excess_s(block, "data") / block.step_s if late_with_data == evidence.late else 0.0
     if block.slowest.get(-1 if evidence.late is None else evidence.late, 0) < OFTEN * block.steps:
         return 0.0
     return min(evidence.excess_s(block, *OWN), block.wait_s / block.steps) / block.step_s
@@ -174,7 +179,7 @@ RULES = (
         on=0.8,
         off=0.6,
         tell=remedies.launch_bound,
-        unless=("compile-cannot-pay", "recompiling", "loader-bound", "unscaled-batch"),
+        unless=("compile-cannot-pay", "recompiling", "loader-bound", "unscaled-batch", "sync-bound"),
     ),
     Rule(
         "precision",
@@ -193,7 +198,15 @@ RULES = (
         off=0.90,
         tell=remedies.too_many_workers,
     ),
-    Rule("small-batch-norm", applies=_small_norm_batch, measure=lambda e, block: 1.0, on=1.0, off=1.0, tell=remedies.small_batch_norm),
+    Rule(
+        "small-batch-norm",
+        applies=_small_norm_batch,
+        measure=lambda e, block: 1.0,
+        on=1.0,
+        off=1.0,
+        tell=remedies.small_batch_norm,
+        unless=("unscaled-batch",),
+    ),
 )
 """Most important first. `unless` and `_one_cause` see to it that no two of them say the same, or opposites."""
 

@@ -72,6 +72,16 @@ class Evidence:
         return self.batch_size // self.nproc
 
     @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return int(self.stage.get("accumulate", 1))
+
+    @property
+    def meet_early(self) -> bool:
+        """Whether the ranks wait for each other in the forward pass already, for the statistics of synchronised BatchNorm, and not just for gradients."""
+        return self.nproc > 1 and bool(self.facts.get("synced_norm"))
+
+    @property
     def cores(self) -> int | None:
         return self.facts.get("cores")
 
@@ -88,8 +98,12 @@ class Evidence:
 
     @functools.cached_property
     def late(self) -> int | None:
-        """The rank that recent steps waited for most often; None on one rank."""
-        return max(self.recent.slowest, key=lambda rank: (self.recent.slowest[rank], -rank)) if len(self.recent.ranks_s) > 1 else None
+        """The rank that recent steps waited for most often, or where it can't be told for how long, the one whose data took longest; None on one rank."""
+        if len(self.recent.ranks_s) < 2:
+            return None
+        if self.meet_early:
+            return max(self.recent.ranks_s, key=lambda rank: (self.recent.rank_s(rank, "data"), -rank))
+        return max(self.recent.slowest, key=lambda rank: (self.recent.slowest[rank], -rank))
 
     def others_s(self, block: Block, *phases: str) -> float:
         """Mean time per step in some phases of the median of the ranks besides `late`; of two in the middle the slower one's."""
@@ -102,7 +116,7 @@ class Evidence:
     @property
     def late_in(self) -> str:
         """The phase in which it loses most."""
-        return max(OWN, key=lambda phase: self.excess_s(self.recent, phase))
+        return "data" if self.meet_early else max(OWN, key=lambda phase: self.excess_s(self.recent, phase))
 
     @property
     def stage_steps(self) -> int | None:
@@ -118,8 +132,9 @@ class Evidence:
     @property
     def stage_s(self) -> float | None:
         """Seconds that the steps of the stage take altogether; None where that is not known."""
-        steps, step_s = self.stage_steps, self.state.window.total.step_s
-        return self.config.max_time if steps is None else steps * step_s
+        steps, limit = self.stage_steps, self.config.max_time
+        by_steps = [] if steps is None else [steps * self.state.window.total.step_s]
+        return min([*by_steps, *([] if limit is None or self.state.done else [limit])], default=None)
 
     def written(self, **options: object) -> str:
         """Options as they are written: flags, or where the run has several stages, and a stage can have them, those of the stage."""

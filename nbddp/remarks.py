@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ENOUGH_PER_RANK = 32
 """Samples per rank below which a step is mostly its fixed cost."""
+SMALL_NORM_BATCH = 16
+"""Samples below which the statistics that a BatchNorm takes of a batch are noise."""
 
 
 def advice(config: TrainConfig, nproc: int, device: str, batches: Sequence[int], machine: Machine) -> list[str]:

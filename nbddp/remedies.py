@@ -19,6 +19,8 @@ FEW_STEPS = 10
 """A batch that leaves an epoch fewer steps than this is not advised."""
 SHORT_EPOCH_S = 60.0
 """Where epochs are shorter, starting the loader workers anew in each of them shows."""
+PLENTY_PER_RANK = 4 * ENOUGH_PER_RANK
+"""The batch grows with the ranks as far as this: of many ranks the samples of each are enough before."""
 MANY_BATCHES_AHEAD = 4
 SLACK = 0.05
 """Of a loader worker: as much less than a whole one is not worth another."""
@@ -33,11 +35,13 @@ _OF = {"data": "its data", "forward": "its forward pass", "backward": "its backw
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
 def _seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """In the unit in which it has three digits."""
+    limits = ((0.9995, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h"))
+    return next(f"{seconds / scale:.3g} {unit}" for limit, scale, unit in limits if seconds < limit)
 
 
 def _of_step(evidence: Evidence, *phases: str) -> str:
@@ -93,7 +97,8 @@ def too_many_workers(evidence: Evidence) -> Told:
     total, fit = evidence.config.num_workers, evidence.most_workers() * evidence.nproc
     seen = f"{total} loader workers share {_number_of(evidence.cores or 0, 'core')} with {_number_of(evidence.nproc, 'rank')}"
     share = _percent(evidence.recent.share("data"))
-    return f"{seen}, and data takes {share} of a step: fewer keep up, and leave the cores to the ranks", evidence.written(num_workers=fit)
+    keep_up = "fewer leave the cores to the ranks, and keep up unless they mostly wait for a disk or a network"
+    return f"{seen}, and data takes {share} of a step: {keep_up}", evidence.written(num_workers=fit)
 
 
 # -- ranks
@@ -105,8 +110,12 @@ def straggler(evidence: Evidence) -> Told:
     assert rank is not None, "the rule applies to several ranks"
     row = evidence.state.ranks.get(rank)
     name = f"rank {rank}" + (f" ({row.device})" if row is not None and row.device else "")
-    often = _percent(recent.slowest[rank] / recent.steps)
-    seen = f"{name} is the slowest in {often} of the steps, and the others wait {_seconds(recent.wait_s / recent.steps)} of {_seconds(recent.step_s)} for it"
+    if evidence.meet_early:
+        waited_s = evidence.excess_s(recent, "data")
+        seen = f"{name} is late, and the others wait {_seconds(waited_s)} of {_seconds(recent.step_s)} for it in their first synchronised BatchNorm"
+    else:
+        often, waited_s = _percent(recent.slowest[rank] / recent.steps), recent.wait_s / recent.steps
+        seen = f"{name} is the slowest in {often} of the steps, and the others wait {_seconds(waited_s)} of {_seconds(recent.step_s)} for it"
     both = f"{_OF[phase]} takes {_seconds(recent.rank_s(rank, phase))}, that of the others {_seconds(evidence.others_s(recent, phase))}"
     stacks = None if evidence.state.done else "%ddp_stacks"
     if phase == "data":
@@ -133,7 +142,7 @@ def _fixed(evidence: Evidence) -> str:
     """What of a step does not shrink with the batch."""
     starved = evidence.recent.starved / evidence.recent.steps
     if starved > evidence.recent.share("sync", "optimizer"):
-        return f"in {_percent(starved)} of them the GPU waits for the host, which starts its kernels"
+        return f"in {_percent(starved)} of them the GPU waits for the host to start its kernels"
     return f"{_of_step(evidence, 'sync', 'optimizer')} is all-reduce and update"
 
 
@@ -143,16 +152,24 @@ def unscaled_batch(evidence: Evidence) -> Told:
     alone = "GPU" if evidence.on_gpu else "rank"
     per_rank = _number_of(evidence.per_rank, "sample")
     shares = f"{per_rank} per rank ({batch} = {nproc} x {evidence.per_rank})"
-    seen = f"{shares}: as many steps as on one {alone}, and {_fixed(evidence)}, which more ranks do not shorten"
-    factor = max(nproc, math.ceil(ENOUGH_PER_RANK / max(1, evidence.per_rank)))
+    seen = f"{shares}: as many steps as on one {alone}, and {_fixed(evidence)}: more ranks do not shorten that"
+    factor = max(math.ceil(ENOUGH_PER_RANK / evidence.per_rank), min(nproc, math.ceil(PLENTY_PER_RANK / evidence.per_rank)))
     scaled = config.lr_scale is not None or evidence.stage.get("lr") is None or config.optimizer == "lbfgs"
     # In proportion for SGD; with the root for optimizers that divide by the gradient's size.
     scales = {} if scaled else {"lr_scale": "linear" if config.optimizer == "sgd" else "sqrt", "base_batch_size": batch}
     option = _bigger_batch(evidence, factor, **scales)
     if option is not None:
         return f"{seen}. A batch {factor} times as large takes {factor} times fewer steps" + ("; lr grows with it" if scales else ""), option
-    one = f"--devices {config.devices[0]}" if isinstance(config.devices, tuple) else "-n 1"
-    return f"{seen}. The data is too short for a larger batch ({_number_of(evidence.stage.get('steps_per_epoch', 0), 'step')} an epoch)", one
+    return f"{seen}. The data is too short for a larger batch ({_number_of(evidence.stage.get('steps_per_epoch', 0), 'step')} an epoch)", _one_rank(evidence)
+
+
+def _one_rank(evidence: Evidence) -> str:
+    """The options for one rank with the same batch."""
+    config = evidence.config
+    by_devices = [f"--devices {config.devices[0]}"] if isinstance(config.devices, tuple) else []
+    by_number = ["-n 1"] if "nproc" in config.given or not by_devices else []
+    batch = [] if config.per_rank_batch_size is None else [f"--per-rank-batch-size {evidence.batch_size}"]
+    return " ".join([*by_number, *by_devices, *batch])
 
 
 def sync_bound(evidence: Evidence) -> Told:
@@ -163,9 +180,10 @@ def sync_bound(evidence: Evidence) -> Told:
         text = f"{seen}: in buckets of {config.bucket_cap_mb:g} MB each exchange is short, and there are many"
         return text, evidence.written(bucket_cap_mb=DEFAULT_BUCKET_MB)
     size = 4 * evidence.facts.get("trainable", MUCH_GRADIENT)
-    if config.grad_compression is None and size >= MUCH_GRADIENT:
+    halves = config.grad_compression is None and evidence.facts.get("float32", True)  # others are in 16 bits already, or in 64 for a reason
+    if halves and size >= MUCH_GRADIENT:
         return f"{seen}: {size / 1e6:.3g} MB of them in every step. In bf16 they are half as large", evidence.written(grad_compression="bf16")
-    accumulate = 2 * evidence.stage.get("accumulate", 1)
+    accumulate = 2 * evidence.accumulate
     return f"{seen}: a larger batch exchanges them less often; in micro-batches it needs no more memory", _bigger_batch(evidence, 2, accumulate=accumulate)
 
 
@@ -183,20 +201,25 @@ def small_batch_norm(evidence: Evidence) -> Told:
 
 def compile_cannot_pay(evidence: Evidence) -> Told:
     """Train without, where the run is too short."""
-    config, steps = evidence.config, evidence.stage_steps
-    took = _seconds(evidence.state.compile_s)
-    rest = f"the {steps} steps take" if steps is not None else "the run is to take"
-    also = [name for name in ("compile_mode", "compile_cache_dir", "compile_timeout_s") if name in config.given]
-    leave = ", ".join(f"--{name.replace('_', '-')}" for name in ("compile", *also))
-    text = f"compiling took {took}, and {rest} {_seconds(evidence.stage_s or 0.0)}: even if it halves their time, that can't make up for it"
-    return text, evidence.written(compile=False) if not also else f"leave out {leave}"
+    steps, stage_s = evidence.stage_steps, evidence.stage_s or 0.0
+    by_time = steps is None or steps * evidence.state.window.total.step_s > stage_s
+    rest = "the run is to take" if by_time else f"the {steps} steps take"
+    text = f"compiling took {_seconds(evidence.state.compile_s)}, and {rest} {_seconds(stage_s)}: even if it halves their time, that can't make up for it"
+    return text, _uncompiled(evidence)
+
+
+def _uncompiled(evidence: Evidence) -> str:
+    """What to write, or to leave out, for a step that is not compiled: options of compiling are refused without it."""
+    also = [name for name in ("compile_mode", "compile_cache_dir", "compile_timeout_s") if name in evidence.config.given]
+    flags = [f"--{name.replace('_', '-')}" for name in ("compile", *also)]
+    return f"leave out {', '.join(flags)}" if also else evidence.written(compile=False)
 
 
 def recompiling(evidence: Evidence) -> Told:
     """Batches of one shape, or train without."""
     times = evidence.state.window.total.recompiles
     again = f"the step was compiled again {_number_of(times, 'time')}, since what it was compiled for changes (rank 0's log says what)"
-    return f"{again}; after 8 versions torch runs it uncompiled. Pad batches to one shape, or train without", evidence.written(compile=False)
+    return f"{again}; after 8 versions torch runs it uncompiled. Pad batches to one shape, or train without", _uncompiled(evidence)
 
 
 def launch_bound(evidence: Evidence) -> Told:
@@ -219,4 +242,5 @@ def precision(evidence: Evidence) -> Told:
     if evidence.facts["capability"] < NATIVE_BF16:
         return f"{seen}: this GPU multiplies matrices several times as fast in fp16 (with loss scaling)", evidence.written(precision="fp16")
     tf32 = evidence.written(matmul_precision="high")
-    return f"{seen}: matrix products are several times as fast in TF32, which rounds their factors only, and more so with --precision bf16", tf32
+    fast = "matrix products are several times as fast in TF32, which rounds their factors only (convolutions are in it already)"
+    return f"{seen}: {fast}, and all of it more so with --precision bf16", tf32

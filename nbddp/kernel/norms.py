@@ -12,6 +12,7 @@ from torch import nn
 
 from nbddp import norm
 from nbddp.errors import ConfigError
+from nbddp.remarks import SMALL_NORM_BATCH
 from nbddp.stage import trainable
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from nbddp.config import TrainConfig
     from nbddp.plans import Plan
     from nbddp.stage import Stage
-
-SMALL_BATCH = 16
-"""Samples below which the statistics of a batch are noise."""
 
 _BECOMES = {
     "layer": "LayerNorm over the channels of each sample (for images GroupNorm(1, C)); running statistics are dropped",
@@ -120,9 +118,8 @@ def _told(config: TrainConfig, model: nn.Module, kinds: Mapping[str, str], plan:
 
 def _on_its_own(names: list[str], per_rank: int, left: Mapping[str, str], *, by_pattern: bool) -> str:
     """What it means that the statistics of layers are those of each rank."""
-    samples = (
-        "one sample, on which features (N, C) can't train" if per_rank == 1 else f"{per_rank} samples" + (", which is small" if per_rank < SMALL_BATCH else "")
-    )
+    small = ", which is small" if per_rank < SMALL_NORM_BATCH else ""
+    samples = "one sample, on which features (N, C) can't train" if per_rank == 1 else f"{per_rank} samples{small}"
     why = next((f"; {reason}" for name, reason in left.items() if name in names and "would be lost" in reason), "")
     other = "; '*=auto' as the last pattern synchronises them" if by_pattern and not why else ""
     return f"note: BatchNorm ({norm.listed(names)}) uses the statistics of each rank's {samples}; rank 0's running statistics are kept{why}{other}"

@@ -65,8 +65,8 @@ class ActiveStage:
         """What the stage's event says of it: what was planned, and what is known only here.
 
         `trainable` counts the elements of the parameters that train, `float32` says whether any of them is in float32, `batch_norm` counts the layers that
-        take statistics of this rank's samples alone, `cores` are those that this host gives the run, `capability` is that of the GPU (None on the CPU),
-        `options` those of the stage (None where they are the run's).
+        take statistics of this rank's samples alone, `synced_norm` those for whose statistics the ranks meet in the forward pass, `cores` are those that
+        this host gives the run, `capability` is that of the GPU (None on the CPU), `options` those of the stage (None where they are the run's).
         """
         plan, parameters = self.stage.plan, self.replica.trainable
         return {
@@ -77,6 +77,7 @@ class ActiveStage:
             "trainable": sum(parameter.numel() for parameter in parameters),
             "float32": any(parameter.dtype is torch.float32 for parameter in parameters),
             "batch_norm": sum(layer.training and not norm.is_synchronized(layer) for layer in self._layers),
+            "synced_norm": sum(layer.training and norm.is_synchronized(layer) for layer in self._layers),
             "matmul_precision": torch.get_float32_matmul_precision(),
             "cores": len(os.sched_getaffinity(0)),
             "capability": _capability(self._device),

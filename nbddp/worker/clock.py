@@ -1,6 +1,7 @@
 """How long each phase of a step takes on this rank.
 
-On the CPU by the monotonic clock; on a GPU by events on the stream, read when they have passed, so that timing never makes the host wait.
+On the CPU by the monotonic clock; on a GPU by events on the stream, read when they have passed, so that timing never makes the host wait. Either way the phases
+of a step add up to the time that it took.
 """
 
 from __future__ import annotations
@@ -90,68 +91,62 @@ class _Events:
     and where the step waits for the GPU, as for the norm of the gradients, that is done by then.
     """
 
-    __slots__ = ("_asked_s", "_data", "_done", "_gradients", "_marks")
+    __slots__ = ("_asked_s", "_done", "_gradients", "_marks")
 
-    def __init__(self, data: float, marks: list[tuple[int, torch.cuda.Event]], gradients: torch.cuda.Event | None, asked_s: float) -> None:
-        self._data, self._marks, self._gradients, self._asked_s = data, marks, gradients, asked_s
+    def __init__(self, marks: list[tuple[int, torch.cuda.Event]], gradients: torch.cuda.Event | None, asked_s: float) -> None:
+        self._marks, self._gradients, self._asked_s = marks, gradients, asked_s
         self._done = gradients is not None and gradients.query()
 
     def read(self) -> list[float]:
         times = [0.0] * N_PHASES
-        times[DATA] = self._data
         self._marks[-1][1].synchronize()
         for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
-            if phase != DATA:
-                times[phase] += before.elapsed_time(after) / 1e3
+            times[phase] += before.elapsed_time(after) / 1e3
         return times
 
     def starved(self) -> bool:
-        return self._done and self._gradients is not None and self._marks[0][1].elapsed_time(self._gradients) / 1e3 <= CAUGHT_UP * self._asked_s
+        """The passes begin where the first data has come, which is the second mark."""
+        return self._done and self._gradients is not None and self._marks[1][1].elapsed_time(self._gradients) / 1e3 <= CAUGHT_UP * self._asked_s
 
 
 class CudaClock:
-    """The same on a GPU. The data phase is the host's time, since nothing of it is on the stream; the others are the stream's."""
+    """The same on a GPU, whose stream is what the times are of: data that the host makes while the GPU still computes takes no time of the step's."""
 
     def __init__(self) -> None:
-        self._data = 0.0
-        self._host = self._first_mark = self._asked_s = 0.0
+        self._passes_began = self._asked_s = 0.0
         self._marks: list[tuple[int, torch.cuda.Event]] = []
         self._gradients: torch.cuda.Event | None = None
+        self._splits = False
 
     def _mark(self, phase: int) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        if not self._marks:
-            self._first_mark = time.perf_counter()
-        if phase == BACKWARD:
-            self._gradients, self._asked_s = event, time.perf_counter() - self._first_mark
         self._marks.append((phase, event))
+        if len(self._marks) == 2:
+            self._passes_began = time.perf_counter()
+        if phase == BACKWARD:
+            self._gradients, self._asked_s = event, time.perf_counter() - self._passes_began
 
     def start(self) -> None:
-        self._data, self._marks, self._gradients = 0.0, [], None
-        self._host = time.perf_counter()
+        self._marks, self._gradients = [], None
+        self._mark(DATA)
 
     def lap(self, phase: int) -> None:
-        now = time.perf_counter()
-        if phase == DATA:
-            self._data += now - self._host
-        self._host = now
         self._mark(phase)
 
     def gradients_ready(self) -> None:
-        self._host = time.perf_counter()
         self._mark(BACKWARD)
+        self._splits = True
 
     def lap_ahead(self) -> None:
-        self._data += time.perf_counter() - self._host
+        self._mark(DATA)
 
     def lap_backward(self) -> None:
-        self._host = time.perf_counter()
-        split = bool(self._marks) and self._marks[-1][0] == BACKWARD
-        self._mark(SYNC if split else BACKWARD)
+        self._mark(SYNC if self._splits else BACKWARD)
+        self._splits = False
 
     def stop(self) -> StepTimes:
-        return _Events(self._data, self._marks, self._gradients, self._asked_s)
+        return _Events(self._marks, self._gradients, self._asked_s)
 
 
 Clock = CpuClock | CudaClock

@@ -175,6 +175,7 @@ class Training:
             stage=progress.stage,
             lr=self._lr,
             samples=updated.samples,
+            own_samples=updated.own_samples,
             warmup=progress.step <= self._warmup_until,
             applied=updated.applied,
             overflow=updated.overflow,
@@ -394,6 +395,5 @@ class Training:
 
     def _phase(self, phase: str) -> None:
         self._context.position.phase = phase
-        self._reporter.resume()
         if self._context.ranks.rank == 0:
             self._context.events.emit("phase", phase=phase)

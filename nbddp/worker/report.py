@@ -9,7 +9,7 @@ import numpy as np
 
 from nbddp.state import PHASES
 from nbddp.worker.clock import BACKWARD, DATA, FORWARD, N_PHASES, OPTIMIZER
-from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, STARVED, TIMES, WEIGHT, Gathered, StepRecord
+from nbddp.worker.telemetry import AGGREGATION, FIRST_SCALAR, LOSS, SAMPLES, STARVED, TIMES, WEIGHT, Gathered, StepRecord
 
 if TYPE_CHECKING:
     from nbddp.events import EventWriter
@@ -62,7 +62,6 @@ class Reporter:
         self.names: tuple[str, ...] = ()
         self.recompiles = 0
         self.means = EpochMeans()
-        self._last_time = time.monotonic()
         self._last_log = 0.0
         self._unlogged: str | None = None
         self._warned_of: set[str] = set()
@@ -73,10 +72,6 @@ class Reporter:
 
     def begin_epoch(self) -> None:
         self.means = EpochMeans()
-
-    def resume(self) -> None:
-        """Steps begin again: the time until now was not theirs."""
-        self._last_time = time.monotonic()
 
     def __call__(self, gathered: Gathered) -> None:
         """Fold the steps into the means; on rank 0 write a `steps` event and, once a second, the log line."""
@@ -105,7 +100,7 @@ class Reporter:
         if self._rank != 0:
             return
         self._warn(rows[:, :, LOSS], records)
-        elapsed, self._last_time = time.monotonic() - self._last_time, time.monotonic()
+        rates = _rates(rows, records)
         last, mean = (data[-1], network[-1], aggregation[-1]), means.times / means.steps
         chosen = phases[slowest, np.arange(len(records))]
         columns: dict[str, Any] = {
@@ -127,7 +122,7 @@ class Reporter:
             "ranks": [
                 {
                     "rank": rank,
-                    "samples_per_s": round(sum(samples) / self._world_size / max(elapsed, 1e-9), 1),
+                    **({} if rates is None else {"samples_per_s": rates[rank]}),
                     "memory": gathered.memory[rank],
                     **{f"{phase}_s": round(float(phases[rank, :, index].mean()), 7) for index, phase in enumerate(PHASES)},
                 }
@@ -173,6 +168,18 @@ class Reporter:
         if what not in self._warned_of:
             self._warned_of.add(what)
             self._events.emit("message", level="warning", text=text)
+
+
+def _rates(rows: np.ndarray, records: list[StepRecord]) -> list[float] | None:
+    """The samples per second of each rank: its own samples, by the time of its own steps; `rows` are of shape (ranks, steps, columns).
+
+    What takes place between steps, such as validations and checkpoints, is left out, and so are the steps of the warm-up: None where there are no others.
+    """
+    warm = rows[:, [not record.warmup for record in records]]
+    times = warm[:, :, TIMES : TIMES + N_PHASES].sum(axis=(1, 2))
+    if not times.all():
+        return None
+    return [float(f"{rate:.4g}") for rate in warm[:, :, SAMPLES].sum(axis=1) / times]
 
 
 def _rounded(values: np.ndarray) -> list[float]:

@@ -29,21 +29,27 @@ K_GROWTH = 2
 STOP_ASKED, STOP_TIME, SAVE_DUE, SAVE_OK = 1, 2, 4, 8
 """Decisions of rank 0: the user asked to stop, the time is up, a checkpoint is due by the clock, the last checkpoint is old enough for another."""
 
-STEP, LOSS, WEIGHT, TIMES, AGGREGATION, STARVED, FIRST_SCALAR = 0, 1, 2, 3, 3 + N_PHASES, 4 + N_PHASES, 5 + N_PHASES
-"""Columns of a row: step, sum of loss x weight, weight, the phases, the time spent here, whether the GPU waited for the host, then sums of scalar x weight."""
+STEP, LOSS, WEIGHT, TIMES, AGGREGATION, STARVED, SAMPLES, FIRST_SCALAR = 0, 1, 2, 3, 3 + N_PHASES, 4 + N_PHASES, 5 + N_PHASES, 6 + N_PHASES
+"""Columns of a row: step, sum of loss x weight, weight, the phases, the time spent here, whether the GPU waited for the host, how many samples of the step
+were this rank's, then sums of scalar x weight."""
 
 _ROWS, _FLAGS, _NEXT_K, _MEMORY = range(4)
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step of this rank. `sums` are loss x weight, weight and the scalars x weight, as numbers or as tensors on the device."""
+    """One step of this rank.
+
+    `sums` are loss x weight, weight and the scalars x weight, as numbers or as tensors on the device; `samples` are those of all ranks, `own_samples` those of
+    this one that count: a rank that has none left repeats one, which does not.
+    """
 
     step: int
     epoch: int
     stage: int
     lr: float
     samples: int
+    own_samples: int
     warmup: bool
     applied: bool
     sums: Sequence[torch.Tensor | float]
@@ -167,7 +173,7 @@ class Telemetry:
             ripe, self._travelling = self._travelling, ripe
         self._fresh = []
         rows = [
-            (record.step, *sums[:2], *record.times.read(), record.aggregation_s, record.times.starved(), *sums[2:])
+            (record.step, *sums[:2], *record.times.read(), record.aggregation_s, record.times.starved(), record.own_samples, *sums[2:])
             for record, sums in zip(ripe.records, ripe.read(), strict=True)
         ]
         buffer = np.zeros((1 + K_MAX, self._width))

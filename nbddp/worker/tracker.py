@@ -110,8 +110,9 @@ def values_of(event: Event) -> Iterator[tuple[int, dict[str, float]]]:
 def _timing(data: dict[str, Any]) -> dict[str, float]:
     """Means over the steps of a report, of the slowest rank in each, and the samples per second of all ranks."""
     columns = {name: data[name] for name in (*(f"{phase}_s" for phase in PHASES), "network_s", "wait_s") if name in data}
-    rate = sum(float(row["samples_per_s"]) for row in data.get("ranks", []))
-    return {**{f"time/{name}": sum(map(float, column)) / len(column) for name, column in columns.items()}, "throughput/samples_per_s": rate}
+    rates = [float(row["samples_per_s"]) for row in data.get("ranks", []) if "samples_per_s" in row]  # none of steps that are all warm-up
+    throughput = {"throughput/samples_per_s": sum(rates)} if rates else {}
+    return {**{f"time/{name}": sum(map(float, column)) / len(column) for name, column in columns.items()}, **throughput}
 
 
 def end_of(event: Event) -> End | None:

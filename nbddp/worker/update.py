@@ -32,7 +32,7 @@ Batched = tuple[Any, Micro]
 
 @dataclass(slots=True)
 class Updated:
-    """What a step did: sums of loss x weight, weight and scalars x weight of this rank; samples over all ranks; what became of the update.
+    """What a step did: sums of loss x weight, weight and scalars x weight of this rank; samples over all ranks, and of this one; what became of the update.
 
     `applied` says that the optimizer stepped; `overflow` that the loss scaler left the step out and found a smaller scale, which is nothing to warn of;
     `stop` that the run ends with this step, by `on_nan`. All three are the same on every rank.
@@ -40,6 +40,7 @@ class Updated:
 
     sums: list[torch.Tensor | float] = field(default_factory=lambda: [0.0, 0.0])
     samples: int = 0
+    own_samples: int = 0
     applied: bool = True
     overflow: bool = False
     stop: bool = False
@@ -177,6 +178,7 @@ class Updater:
     def _weighed(self, result: StepResult, share: Micro, updated: Updated) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Add to the sums; return the loss and the factor that makes DDP's mean over ranks that over samples (or, with own weights, a sum)."""
         loss, updated.samples = result.loss, share.n_global
+        updated.own_samples += share.weight
         weight: torch.Tensor | float
         scale: torch.Tensor | float
         if result.weight is None:

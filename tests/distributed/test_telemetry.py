@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from nbddp.events import Event
 from nbddp.state import PHASES, RunState
+from nbddp.worker.tracker import values_of
 
 pytestmark = pytest.mark.distributed
 
@@ -109,6 +111,36 @@ def test_a_slow_rank_is_named_and_what_the_others_wait_is_told(training, phase):
     for event in result.events:
         state.fold(event)
     assert state.slow_counts[1] > state.slow_counts.get(0, 0)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_throughput_is_that_of_the_steps_wherever_epochs_end(training, nproc, accumulate):
+    """Epochs of 5 steps and a tail of 3 samples, each followed by a validation that takes as long as 20 steps."""
+
+    def slow(model, batch):
+        time.sleep(SLEEP_S / accumulate)
+        return mse(model, batch)
+
+    def validation_step(model, batch):
+        time.sleep(10 * SLEEP_S)
+        return mse(model, batch)
+
+    hooks = {"training_step": slow, "validation_step": validation_step}
+    result = training(nproc, lambda: (*make(43)[:2], make(16)[1]), hooks, batch_size=8, val_batch_size=8, epochs=4, drop_last=False, accumulate=accumulate)
+    assert result.history["samples"].tolist() == 4 * [8, 8, 8, 8, 8, 3]
+    reports = [event.data for event in result.of_kind("steps") if not any(event.data["warmup"])]
+    assert len(reports) >= 4
+    for data in reports:
+        most = sum(data["samples"]) / len(data["samples"]) / SLEEP_S
+        rates = [row["samples_per_s"] for row in data["ranks"]]
+        assert 0.4 * most < sum(rates) < 1.05 * most, data
+        assert list(values_of(Event("", 0, 0, 0, 0.0, 0.0, "steps", data)))[-1][1]["throughput/samples_per_s"] == pytest.approx(sum(rates))
+    state = RunState()
+    for event in result.events:
+        state.fold(event)
+    assert 0.5 < state.samples_per_s / (43 / (6 * SLEEP_S)) < 1.05
+    assert sum(row.samples_per_s for row in state.ranks.values()) == pytest.approx(sum(row["samples_per_s"] for row in reports[-1]["ranks"]))
 
 
 NUMBER = r"-?\d+\.\d{3}"

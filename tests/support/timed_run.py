@@ -17,7 +17,7 @@ from nbddp.rundir import RunDir
 from nbddp.state import RunState
 from nbddp.worker.clock import NO_TIMES
 from nbddp.worker.report import Reporter
-from nbddp.worker.telemetry import FIRST_SCALAR, LOSS, STARVED, STEP, TIMES, WEIGHT, Gathered, StepRecord
+from nbddp.worker.telemetry import FIRST_SCALAR, LOSS, SAMPLES, STARVED, STEP, TIMES, WEIGHT, Gathered, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,14 +70,15 @@ class TimedRun:
         self.plan = make_plan(self.config, n_train=n_train, n_val=0, machine=machine, stages=stages)
         self.state, self.now, self.step, self.stage = RunState(), 0.0, 0, 0
         self._stages = stages
-        self._folder = RunDir.create(folder, "timed").events
-        self._events, self._reader = EventWriter(self._folder / "rank-00000.0.jsonl", run="timed", rank=0), EventReader(self._folder)
+        self.folder = RunDir.create(folder, "timed").events
+        self._events, self._reader = EventWriter(self.folder / "rank-00000.0.jsonl", run="timed", rank=0), EventReader(self.folder)
         self._reporter = Reporter(self._events, rank=0, world_size=self.plan.nproc)
         self._reporter.begin_stage(samples_per_epoch=n_train, on_nan="warn", scaled=False)
         self._facts = {
             "trainable": 10_000_000,
             "float32": True,
             "batch_norm": 0,
+            "synced_norm": 0,
             "matmul_precision": self.config.matmul_precision,
             "cores": cores,
             "capability": gpu,
@@ -85,7 +86,7 @@ class TimedRun:
             **(facts or {}),
         }
         for rank in range(self.plan.nproc):
-            with_rank = EventWriter(self._folder / f"rank-{rank:05d}.1.jsonl", run="timed", rank=rank)
+            with_rank = EventWriter(self.folder / f"rank-{rank:05d}.1.jsonl", run="timed", rank=rank)
             with_rank.emit("started", device="cpu" if gpu is None else f"cuda:{rank}", backend=self.plan.backend)
             with_rank.close()
         self.emit("plan", **self.plan.to_json(), total_steps=self.plan.total_steps, epochs=self.plan.epochs)
@@ -120,11 +121,16 @@ class TimedRun:
         recompiles: Sequence[int] = (),
         report: int = 5,
         scale: float = 1.0,
+        samples: int | None = None,
     ) -> TimedRun:
-        """Take steps that take these times on the ranks (one for all); in the steps of `recompiles` the step is compiled again."""
+        """Take steps that take these times on the ranks (one for all); in the steps of `recompiles` the step is compiled again.
+
+        `samples` are those of a step that is not a whole batch, dealt as `nbddp.data.Shares` does: rank r has every N-th.
+        """
         each = ranks * self.plan.nproc if len(ranks) == 1 else ranks
         assert len(each) == self.plan.nproc
-        last = self.step + steps
+        last, nproc = self.step + steps, self.plan.nproc
+        samples = self.plan.stages[self.stage].batch_size if samples is None else samples
         while self.step < last:
             count = min(report, last - self.step, max(1, self._warm_from - self.step) if self.step < self._warm_from else report)
             rows = np.zeros((self.plan.nproc, count, FIRST_SCALAR))
@@ -134,11 +140,12 @@ class TimedRun:
                 warmup = self.step <= self._warm_from
                 rows[:, index, STEP], rows[:, index, LOSS], rows[:, index, WEIGHT], rows[:, index, STARVED] = self.step, 1.0, 1.0, starved
                 for rank, step in enumerate(each):
+                    rows[rank, index, SAMPLES] = len(range(rank, samples, nproc))
                     rows[rank, index, TIMES : TIMES + 5] = step.times(scale * (100 if warmup else 1))
                 self._reporter.recompiles += self.step in recompiles
-                samples = self.plan.stages[self.stage].batch_size
+                own = int(rows[0, index, SAMPLES])
                 records.append(
-                    StepRecord(self.step, 1, self.stage, 0.1, samples, warmup=warmup, applied=True, sums=[1.0, 1.0], times=NO_TIMES, aggregation_s=0.0)
+                    StepRecord(self.step, 1, self.stage, 0.1, samples, own, warmup=warmup, applied=True, sums=[1.0, 1.0], times=NO_TIMES, aggregation_s=0.0)
                 )
             self._reporter(Gathered(records, rows, [0] * self.plan.nproc))
             self.now += float(rows[:, :, TIMES : TIMES + 5].sum(axis=2).max(axis=0).sum())

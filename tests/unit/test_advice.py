@@ -268,7 +268,9 @@ def test_ranks_without_a_larger_batch(timed):
         ({"nproc": 2, "per_rank_batch_size": 8}, "--per-rank-batch-size 32 --lr-scale sqrt --base-batch-size 16"),
         ({"nproc": 4, "batch_size": 64, "lr_scale": "sqrt", "base_batch_size": 32}, "--batch-size 256"),
         ({"nproc": 4, "batch_size": 64, "n_train": 640}, "-n 1"),
-        ({"nproc": 2, "batch_size": 32, "n_train": 320, "devices": (0, 1), "gpu": 9.0}, "--devices 0"),
+        ({"nproc": 2, "batch_size": 32, "n_train": 320, "devices": (0, 1), "gpu": 9.0}, "-n 1 --devices 0"),
+        ({"nproc": 2, "per_rank_batch_size": 16, "n_train": 320}, "-n 1 --per-rank-batch-size 32"),
+        ({"nproc": 64, "batch_size": 1024, "n_train": 1_000_000}, "--batch-size 8192 --lr-scale sqrt --base-batch-size 1024"),  # of 128 each
     ],
 )
 def test_what_an_unscaled_batch_is_advised(timed, options, expected):
@@ -535,3 +537,104 @@ def test_no_two_advices_exclude_each_other(timed, seed):
                 assert fields.setdefault(name, value) == value, advise(run.state, run.config)
             assert part.text
             assert "nan" not in part.text
+
+
+# -- what is not advised
+
+
+def test_micro_batches_have_a_handover_each(timed):
+    """Quick data in eight pieces: loader workers would hand over each of them."""
+    quick = Step(data=4e-3, forward=1e-3, backward=1e-3, sync=0, optimizer=1e-3)
+    assert set(given(timed(batch_size=256).begin().train(STEPS * 5, quick))) == {"loader-bound"}
+    assert given(timed(batch_size=256, accumulate=8).begin().train(STEPS * 5, quick)) == {}
+
+
+def test_a_rank_whose_data_is_late_is_named_where_ranks_meet_in_the_forward_pass(timed):
+    """The others' forward passes last until it is there, so that the sums of all ranks are the same, and any of them may be called the slowest."""
+    other, late = Step(data=0.01, forward=0.12), Step(data=0.1, forward=0.03)
+    facts = {"synced_norm": 2}
+    run = timed(nproc=3, batch_size=384, facts=facts, num_workers=3).begin()
+    for turn in range(STEPS):
+        quick = [replace(other, forward=0.12 + 1e-4 * (turn % 2)), late, other]
+        run.train(1, *quick, report=1)
+    assert set(given(run)) == {"straggler"}
+    text = given(run)["straggler"].text
+    assert "rank 1 (cpu) is late, and the others wait 90 ms of 190 ms for it in their first synchronised BatchNorm" in text
+    assert "its data takes 100 ms, that of the others 10 ms" in text
+    assert "--num-workers" in option(run, "straggler")
+    everyone = timed(nproc=3, batch_size=384, facts=facts).begin().train(STEPS, late)
+    assert set(given(everyone)) == {"loader-bound"}
+    assert given(timed(nproc=3, batch_size=384, facts=facts).begin().train(STEPS, other)) == {}
+
+
+@pytest.mark.parametrize("data_s, said", [(0.040, True), (0.033, False)])  # 30 and 23 ms more than the other of 0.19 s: 16 % and 12 %
+def test_the_threshold_where_ranks_meet_in_the_forward_pass(timed, data_s, said):
+    ranks = [Step(data=0.01, forward=0.12), Step(data=data_s, forward=0.13 - data_s)]
+    run = timed(nproc=2, batch_size=256, facts={"synced_norm": 1}).begin().train(STEPS, *ranks)
+    assert ("straggler" in given(run)) is said
+
+
+def test_a_forward_pass_that_is_late_can_not_be_told_where_ranks_meet_in_it(timed):
+    run = timed(nproc=2, batch_size=256, facts={"synced_norm": 1}).begin().train(STEPS, Step(forward=0.13), Step(forward=0.1301))
+    assert given(run) == {}
+
+
+def test_a_large_step_on_many_ranks_gets_none_and_a_slow_one_among_them_is_found(timed):
+    assert given(timed(nproc=64, batch_size=64 * 128).begin().train(STEPS, BALANCED)) == {}
+    run = timed(nproc=64, batch_size=64 * 128).begin().train(STEPS, *[BALANCED] * 41, Step(backward=0.1), *[BALANCED] * 22)
+    assert set(given(run)) == {"straggler"}
+    assert "rank 41 (cpu)" in given(run)["straggler"].text
+
+
+def test_a_slow_first_epoch_is_forgotten(timed):
+    """Of files that are in memory from then on."""
+    run = timed(num_workers=4, epochs=10).begin().train(100, Step(data=0.3))
+    assert set(given(run)) == {"loader-bound"}
+    assert given(run.train(60, BALANCED)) == {}
+
+
+def test_pauses_between_steps_are_no_part_of_them(timed):
+    """Validations that take longer than the epochs."""
+    run = timed(nproc=2, batch_size=256, n_train=2560).begin()
+    for _ in range(20):
+        run.train(10, BALANCED)
+        run.now += 1000.0
+    assert given(run) == {}
+
+
+def test_a_run_that_was_resumed_is_looked_at_from_there_on(timed):
+    run = timed(batch_size=256, compile=True, epochs=10)
+    run.step = 3850  # of 3900
+    assert set(given(run.begin(compile_s=30.0).train(40, BALANCED))) == {"compile-cannot-pay"}
+    run = timed(batch_size=256, compile=True, epochs=10)
+    assert given(run.begin(compile_s=30.0).train(40, BALANCED)) == {}
+
+
+def test_compiling_is_judged_by_the_time_that_is_left_where_that_ends_the_run(timed):
+    run = timed(batch_size=256, compile=True, epochs=100, max_time="60 s").begin(compile_s=70.0).train(STEPS, BALANCED)
+    assert "compiling took 70 s, and the run is to take 60 s" in given(run)["compile-cannot-pay"].text
+
+
+def test_gradients_in_16_bits_are_not_compressed_to_16_bits(timed):
+    run = timed(nproc=4, batch_size=1024, facts={"float32": False}).begin().train(STEPS, Step(sync=0.06))
+    assert option(run, "sync-bound") == "--batch-size 2048 --accumulate 2"
+
+
+def test_what_a_larger_batch_mends_is_said_once(timed):
+    """Few samples per rank are the reason for noisy statistics too; and micro-batches, which spare exchanges, would not spare kernels."""
+    few = timed(nproc=4, batch_size=32, norm="keep", facts={"batch_norm": 3}).begin().train(STEPS, Step(sync=0.05))
+    assert set(given(few)) == {"unscaled-batch"}
+    starved = timed(nproc=4, gpu=9.0, batch_size=1024, facts={"trainable": 1000}).begin().train(STEPS, Step(sync=0.06), starved=1.0)
+    assert {rule: part.option for rule, part in given(starved).items()} == {"sync-bound": "--batch-size 2048 --accumulate 2"}
+
+
+def test_options_that_compiling_needs_are_named_where_it_is_recompiled_too(timed):
+    run = timed(batch_size=256, compile=True, compile_mode="max-autotune", epochs=100).begin(compile_s=1.0).train(STEPS, BALANCED, recompiles=(20, 50, 80))
+    assert option(run, "recompiling") == "leave out --compile, --compile-mode"
+
+
+def test_long_times_and_small_shares_are_readable(timed):
+    run = timed(batch_size=256, compile=True, epochs=3).begin(compile_s=4000.0).train(STEPS, BALANCED)
+    assert "compiling took 66.7 min, and the 1170 steps take 117 s" in given(run)["compile-cannot-pay"].text
+    quick = timed(nproc=2, cores=8, num_workers=20, batch_size=256).begin().train(STEPS, Step(data=1e-4))
+    assert "data takes <1 % of a step" in given(quick)["too-many-workers"].text

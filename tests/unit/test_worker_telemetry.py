@@ -37,7 +37,8 @@ def clock(monkeypatch):
 
 
 def record(step, sums=(1.0, 2.0)):
-    return StepRecord(step, 1, 0, 0.1, 2, warmup=False, applied=True, sums=list(sums), times=_Ready([0.1, 0.2, 0.3, 0.4, 0.5]), aggregation_s=0.6)
+    times = _Ready([0.1, 0.2, 0.3, 0.4, 0.5])
+    return StepRecord(step, 1, 0, 0.1, 8, 2, warmup=False, applied=True, sums=list(sums), times=times, aggregation_s=0.6)
 
 
 def channel(decide=lambda: 0):
@@ -139,6 +140,7 @@ def test_columns_are_where_readers_look_for_them(clock):
     assert row[telemetry.TIMES : telemetry.AGGREGATION].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
     assert row[telemetry.AGGREGATION] == 0.6
     assert row[telemetry.STARVED] == 0.0
+    assert row[telemetry.SAMPLES] == 2
     assert row[telemetry.FIRST_SCALAR :].tolist() == [10.0, 20.0]
     assert gathered.memory[0] > 0
     assert gathered.rows.dtype == np.float64
@@ -263,6 +265,55 @@ def test_waiting_for_the_gpu_in_each_step_does_not_hide_which_of_the_two_is_slow
         gpu.host = max(gpu.host, gpu.gpu)
 
     assert starved_on(gpu, gpu_s=gpu_s, sync=wait) is starved
+
+
+def gpu_times(gpu, *, data_s, steps=20, passes_s=0.020, host_s=0.002, copy_s=0.0):
+    """The mean times of steps whose batches take the host a time to make, and the GPU one to copy; and how long a step took."""
+    clock, found = CudaClock(), []
+    for _ in range(steps):
+        began = gpu.gpu
+        clock.start()
+        gpu.host += data_s
+        gpu.ask(0.0, copy_s)
+        clock.lap(DATA)
+        for phase in (FORWARD, BACKWARD):
+            gpu.ask(host_s / 2, passes_s / 2)
+            clock.lap(phase)
+        gpu.ask(host_s / 5, passes_s / 5)
+        clock.lap(OPTIMIZER)
+        found.append((clock.stop(), gpu.gpu - began))
+        gpu.host = max(gpu.host, gpu.gpu - 0.060)  # as far as a host runs ahead
+    return np.mean([times.read() for times, _ in found[steps // 2 :]], axis=0), np.mean([taken for _, taken in found[steps // 2 :]])
+
+
+@pytest.mark.parametrize(
+    "data_s, copy_s, told_s",
+    [(0.010, 0.0, 0.0), (0.010, 0.004, 0.004), (0.040, 0.0, 0.0184), (0.040, 0.004, 0.0184)],
+)
+def test_data_that_the_host_makes_while_the_gpu_computes_takes_none_of_its_time(gpu, data_s, copy_s, told_s):
+    """Of 24 ms that the GPU computes; data that takes longer is waited for, and so is the copy."""
+    times, taken_s = gpu_times(gpu, data_s=data_s, copy_s=copy_s)
+    assert times[DATA] == pytest.approx(told_s, abs=1.5e-3)
+    assert times.sum() == pytest.approx(taken_s, rel=0.02), "the phases add up to the step"
+    assert times[OPTIMIZER] == pytest.approx(0.004, rel=0.2)
+
+
+def test_data_made_ahead_on_the_gpu_is_told_from_the_exchange(gpu):
+    clock = CudaClock()
+    clock.start()
+    clock.lap(DATA)
+    gpu.ask(0.001, 0.002)
+    clock.lap(FORWARD)
+    gpu.ask(0.001, 0.003)
+    clock.gradients_ready()
+    gpu.host = gpu.gpu + 0.005  # the host makes the next batch, and the GPU is done meanwhile
+    clock.lap_ahead()
+    gpu.ask(0.0, 0.004)
+    clock.lap_backward()
+    clock.lap(OPTIMIZER)
+    times = clock.stop().read()
+    assert (times[DATA], times[SYNC]) == (pytest.approx(0.005), pytest.approx(0.004))
+    assert times[BACKWARD] == pytest.approx(0.003, rel=0.05)
 
 
 def test_a_heartbeat_tells_where_the_rank_is_until_it_is_stopped(tmp_path, monkeypatch):
