@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
-from nbddp.errors import ConfigError
 from nbddp.kernel.request import HOOKS, Named, Request
 from nbddp.kernel.runs import attach, last_run, runs
-from nbddp.rundir import prune_runs
 from nbddp.runroot import run_root
 
 if TYPE_CHECKING:
@@ -117,11 +115,12 @@ def plan(
     dry_run(_request(model, data, val_data, hooks, config, options, requested=time.time()))
 
 
-def prune(root: str | Path | None = None, *, keep: int = 20, older_than_days: float = 30, dry_run: bool = True) -> list[str]:
-    """Delete old runs, and staged data that nobody needs any more.
+def prune(root: str | Path | None = None, *, runs: object = None, keep: int = 20, older_than_days: float = 30, dry_run: bool = True) -> list[str]:
+    """Delete old runs, or those that are named, and staged data that nobody needs any more. A run that is not over yet is never deleted.
 
     Args:
         root: folder of the run directories; default: this kernel's.
+        runs: these alone, however young: runs, ids, directories, or a table such as ``nbddp.runs().sorted("best")[10:]``.
         keep: the newest runs that stay in any case.
         older_than_days: only runs older than this are deleted.
         dry_run: only say which.
@@ -130,13 +129,13 @@ def prune(root: str | Path | None = None, *, keep: int = 20, older_than_days: fl
         the ids of the runs that were, or would be, deleted.
 
     Raises:
-        ConfigError: for negative numbers.
+        ConfigError: for negative numbers, for what names no run, and where one of those named is not over yet.
     """
-    for name, value in (("keep", keep), ("older_than_days", older_than_days)):
-        if value < 0:
-            message = f"{name}={value} must be at least 0"
-            raise ConfigError(message)
-    return [run.id for run in prune_runs(run_root(root), keep=keep, older_than_days=older_than_days, dry_run=dry_run)]
+    from nbddp.kernel.pruning import prune_named, prune_old
+
+    if runs is None:
+        return prune_old(run_root(root), keep=keep, older_than_days=older_than_days, dry_run=dry_run).ids
+    return prune_named([runs], run_root(root), dry_run=dry_run).ids
 
 
 def _request(

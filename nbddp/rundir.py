@@ -23,7 +23,7 @@ from nbddp.events import dumps
 from nbddp.process import ProcessId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ROOT_NAME = "nbddp_runs"
 _ABANDONED_S = 3600.0
@@ -317,13 +317,22 @@ def release_data(root: Path, *, wait: bool = True, leaving: ProcessId | None = N
     return released
 
 
-def prune_runs(root: Path, *, keep: int, older_than_days: float, dry_run: bool) -> list[RunDir]:
-    """Runs that have ended, beyond the newest `keep` and older than `older_than_days`; deleted unless `dry_run`."""
+def prune_runs(root: Path, *, keep: int, older_than_days: float) -> list[RunDir]:
+    """Runs that have ended, beyond the newest `keep` and older than `older_than_days`."""
     ended = [run for run in run_dirs(root) if not run.live()]
     limit = time.time() - older_than_days * 86400
-    old = [run for run in ended[: max(0, len(ended) - keep)] if run.path.stat().st_mtime < limit]
-    if not dry_run:
-        for run in old:
+    return [run for run in ended[: max(0, len(ended) - keep)] if run.path.stat().st_mtime < limit]
+
+
+def delete_runs(root: Path, runs: Iterable[RunDir]) -> dict[str, str]:
+    """Delete runs that have ended, and staged data that no run needs any more; return why some of them are still there, by id."""
+    failed: dict[str, str] = {}
+    for run in runs:
+        try:
+            shutil.rmtree(run.path)
+        except FileNotFoundError:  # another kernel was at it
             shutil.rmtree(run.path, ignore_errors=True)
-        release_data(root)
-    return old
+        except OSError as error:
+            failed[run.id] = str(error)
+    release_data(root)
+    return failed

@@ -10,7 +10,6 @@ import base64
 from collections import Counter
 from functools import cached_property
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,25 +17,31 @@ import numpy as np
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError, suggest
 from nbddp.kernel import markup
-from nbddp.kernel.compare_figure import Look, comparison_figure, comparison_png
+from nbddp.kernel.chosen import chosen
+from nbddp.kernel.compare_figure import LONGEST, Look, comparison_figure, comparison_png, cut
 from nbddp.kernel.entry import NOT_TOLD, RunEntry, plain_text, read_entry
+from nbddp.kernel.flow_table import Column, flow_table, options_html
 from nbddp.kernel.losses import AXES, LOSS, STEP, Losses
-from nbddp.kernel.run import Run
 from nbddp.kernel.table import RunTable
 from nbddp.kernel.text import clock_text, count_text, short_id, value_text
-from nbddp.rundir import RunDir, find_run
 from nbddp.runroot import run_root
-from nbddp.tabular import FONT, html_table, text_table
+from nbddp.tabular import FONT, text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
     from nbddp.kernel.losses import Axis
 
-PNG_BYTES, PNG_BYTES_PER_RUN = 90_000, 2_000
-"""About how large the picture may be; each run has a line in its legend."""
+PNG_BYTES = 60_000
+"""How large the picture may be, which is in the notebook twice: for front ends that show HTML and for those that show pictures alone."""
+
+RESULTS = ("best", "lowest val_loss", "loss at the end", "steps", "duration")
+FEW_OPTIONS = 3
+"""As many options that differ have columns of their own; of more, those that are not the default share one."""
+DEFAULTS = "all at their default"
 
 
 class Comparison:
@@ -68,21 +73,29 @@ class Comparison:
         return "\n".join([text_table(("run", *self._header()), rows, left=2 + len(self.options)), *self._remarks()])
 
     def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
-        png = base64.b64encode(comparison_png(self.figure, PNG_BYTES + PNG_BYTES_PER_RUN * len(self))).decode("ascii")
+        png = base64.b64encode(comparison_png(self.figure, PNG_BYTES)).decode("ascii")
         return {"text/html": self._html(png), "image/png": png, "text/plain": repr(self)}
 
     def _html(self, png: str) -> str:
         picture = f'<img alt="{escape(self._description())}" src="data:image/png;base64,{png}" style="width:100%;max-width:840px;height:auto;margin:4px 0">'
+        several = len(self.options) > FEW_OPTIONS
+        options = [] if several else [Column((name,), 90) for name in self.options]
+        columns = [Column(("run",), 156), Column(("state",), 92), *options, *(Column((name,), 112, right=True) for name in RESULTS)]
+        if several:
+            columns.append(Column(("differs by",), 260, grows=True))
         rows = []
         for index, (run, cells) in enumerate(zip(self.runs, self._cells(), strict=True)):
             name = Look.of(index).swatch() + markup.tag("span", escape(short_id(run.id)), "font-weight:600", title=run.id)
-            rows.append((name, markup.badge(run.state), *map(escape, cells[1:])))
-        table = html_table(("run", *self._header()), rows, left=2 + len(self.options))
+            state = markup.tag("span", markup.badge(run.state), "white-space:nowrap")
+            told, results = map(escape, cells[1 : 1 + len(self.options)]), map(escape, cells[1 + len(self.options) :])
+            own = [(name, _option_text(values[index])) for name, values in self.options.items() if not _is_default(name, values[index])]
+            rows.append((name, state, *results, options_html(own) or markup.quiet(DEFAULTS)) if several else (name, state, *told, *results))
+        table = flow_table(columns, rows)
         below = "".join(markup.div(markup.quiet(line), "margin-top:3px;font-size:12px;overflow-wrap:anywhere") for line in self._remarks())
         return markup.div(picture + table + below, FONT)
 
     def _header(self) -> tuple[str, ...]:
-        return ("state", *self.options, "best", "lowest val_loss", "loss at the end", "steps", "duration")
+        return ("state", *self.options, *RESULTS)
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         """The cells of each run, after its name."""
@@ -142,11 +155,15 @@ def compare(*runs: object, x: Axis = "step", root: str | Path | None = None) -> 
     if x not in AXES:
         message = f"x={x!r}: must be {', '.join(AXES[:-1])} or {AXES[-1]}.{suggest(str(x), AXES)}"
         raise ConfigError(message)
-    found = {run.path.resolve(): run for run in _run_dirs(runs, run_root(root))}
+    found = chosen(runs, run_root(root), by="nbddp.compare")
     if len(found) < 2:
         given = f"only {next(iter(found.values())).id}" if found else "no run"
         message = f"nbddp.compare takes two different runs or more, and was given {given}: name runs, ids or directories, or give it nbddp.runs()"
         raise ConfigError(message)
+    for run in found.values():
+        if run.read_spec() is None:
+            message = f"run {run.id} can't be compared: {run.path} {'has no readable spec.json' if run.path.is_dir() else 'is gone'}"
+            raise ConfigError(message)
     entries, curves, left_out = [], [], {}
     for run in found.values():
         entry, curve = read_entry(run), Losses.of(run)
@@ -159,26 +176,6 @@ def compare(*runs: object, x: Axis = "step", root: str | Path | None = None) -> 
         message = f"of {len(found)} runs {len(entries) or 'none'} has a loss to compare: {'; '.join(f'{run}, {why}' for run, why in left_out.items())}"
         raise ConfigError(message)
     return Comparison(entries, curves, x, left_out)
-
-
-def _run_dirs(given: Iterable[object], root: Path) -> Iterator[RunDir]:
-    for item in given:
-        if isinstance(item, list | tuple | RunTable):
-            yield from _run_dirs(item, root)
-            continue
-        if isinstance(item, Run):
-            run = item.files
-        elif isinstance(item, RunEntry):
-            run = RunDir(item.dir)
-        elif isinstance(item, str | Path):
-            run = find_run(item, root)
-        else:
-            message = f"nbddp.compare takes runs, ids and directories of runs, and tables of runs, not a {type(item).__name__}"
-            raise ConfigError(message)
-        if run.read_spec() is None:
-            message = f"run {run.id} can't be compared: {run.path} {'has no readable spec.json' if run.path.is_dir() else 'is gone'}"
-            raise ConfigError(message)
-        yield run
 
 
 def _why(entry: RunEntry, curve: Losses) -> str:
@@ -207,7 +204,23 @@ def _option_text(value: object) -> str:
 
 
 def _labels(ids: Sequence[str], options: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """What each run is called in the figure: the options that differ, and its name where they do not tell it from the others."""
-    told = [", ".join(f"{name}={_option_text(values[index])}" for name, values in options.items()) for index in range(len(ids))]
+    """What each run is called in the figure: the options that differ, and its name where they do not tell it from the others.
+
+    Those come first that differ most. Where all of them have no room, those that are the default are left out, and then the end is cut off.
+    """
+    most_first = sorted(options.items(), key=lambda item: -len({plain_text(value) for value in item[1]}))
+    every = [_told(most_first, index) for index in range(len(ids))]
+    if max(map(len, every)) > LONGEST:
+        every = [_told([(name, values) for name, values in most_first if not _is_default(name, values[index])], index) for index in range(len(ids))]
+        every = [text or DEFAULTS for text in every]
+    told = [cut(text) for text in every]
     often = Counter(told)
-    return [short_id(run) if not text else f"{short_id(run)}: {text}" if often[text] > 1 else text for run, text in zip(ids, told, strict=True)]
+    return [short_id(run) if not text else cut(f"{short_id(run)}: {text}") if often[text] > 1 else text for run, text in zip(ids, told, strict=True)]
+
+
+def _told(options: Sequence[tuple[str, tuple[Any, ...]]], index: int) -> str:
+    return ", ".join(f"{name}={_option_text(values[index])}" for name, values in options)
+
+
+def _is_default(name: str, value: object) -> bool:
+    return value is None or (name in TrainConfig.model_fields and plain_text(value) == plain_text(TrainConfig.model_fields[name].default))

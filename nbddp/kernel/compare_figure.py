@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, smooth
+from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, small_png_of, smooth
 from nbddp.kernel.losses import AXES, TIME
 
 if TYPE_CHECKING:
@@ -61,12 +61,17 @@ class Look:
         return f'<img alt="" width="28" height="12" style="{style}" src="data:image/svg+xml,{svg}">'
 
 
+def cut(label: str) -> str:
+    """A label that has room in the legend."""
+    return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+
+
 def comparison_png(figure: Figure, limit: int) -> bytes:
-    """Draw a figure as PNG, in a resolution at which it has no more than about `limit` bytes."""
+    """Draw a figure as PNG, in the highest resolution at which it has no more than `limit` bytes."""
     with one_at_a_time:
         dpi = DPI
         while True:
-            png = png_of(figure, dpi)
+            png = small_png_of(figure, dpi)
             if len(png) <= limit or dpi <= 60:
                 return png
             dpi = int(dpi * 0.8)
@@ -88,9 +93,8 @@ def comparison_figure(curves: Sequence[Losses], labels: Sequence[str], axis: Axi
             with one_at_a_time:
                 return png_of(self, int(self.dpi))
 
-    short = [label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…" for label in labels]
-    columns = max(1, min(len(short), 5, int((WIDTH_IN - 0.5) / (LETTER_IN * max(map(len, short)) + 0.6))))
-    below = LINE_IN * math.ceil(len(short) / columns) + 0.5
+    columns = max(1, min(len(labels), 5, int((WIDTH_IN - 0.5) / (LETTER_IN * max(map(len, labels)) + 0.6))))
+    below = LINE_IN * math.ceil(len(labels) / columns) + 0.5
     height = HEIGHT_IN + below
     figure = ComparisonFigure(figsize=(WIDTH_IN, height), dpi=DPI, layout=None)
     FigureCanvasAgg(figure)
@@ -110,7 +114,7 @@ def comparison_figure(curves: Sequence[Losses], labels: Sequence[str], axis: Axi
         _scale(axes[0], (curve.loss for curve in curves))
         if panels == 2:
             _scale(axes[1], (curve.val_loss for curve in curves))
-        _legend(figure, [Look.of(index) for index in range(len(short))], short, columns, height)
+        _legend(figure, [Look.of(index) for index in range(len(labels))], labels, columns, height)
     return figure
 
 

@@ -28,6 +28,16 @@ one_at_a_time = threading.Lock()
 """Held while something is drawn: matplotlib's caches are not made for several threads."""
 
 
+def small_png_of(figure: Figure, dpi: int) -> bytes:
+    """Write a figure as PNG in 256 colours, which curves, ticks and letters need no more of: about a third as large as `png_of`, and looking the same."""
+    from PIL import Image  # which comes with matplotlib
+
+    whole = Image.open(io.BytesIO(png_of(figure, dpi))).convert("RGBA")
+    buffer = io.BytesIO()
+    whole.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
 def png_of(figure: Figure, dpi: int) -> bytes:
     """Write a figure as PNG."""
     buffer = io.BytesIO()

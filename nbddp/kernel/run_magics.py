@@ -41,13 +41,14 @@ class RunMagics(Magics):
 
         COLUMN is best, duration, loss, note, run, size, started, state, steps, or an option such as lr.
         %ddp_runs --prune [--keep 20] [--older-than-days 30]: name the runs that could be deleted; with --no-dry-run, delete them.
+        %ddp_runs --prune RUN ...: the same of the runs that are named; RUN is an id, a part of it, a directory, or a variable that holds runs.
         """
         __tracebackhide__ = True
         from nbddp.kernel.line import flag_value
         from nbddp.kernel.options import RUNS_OPTIONS
 
-        usage = "%ddp_runs [--root DIR] [--sort COLUMN] [--reverse] [--prune [--keep N] [--older-than-days DAYS] [--no-dry-run]]"
-        found = self._split(line, RUNS_OPTIONS, local_ns, usage, at_most=0)
+        usage = "%ddp_runs [--root DIR] [--sort COLUMN] [--reverse] [--prune [RUN ...] [--keep N] [--older-than-days DAYS] [--no-dry-run]]"
+        found = self._split(line, RUNS_OPTIONS, local_ns, usage, at_most=None)
         if found is None:
             return
         root = None if found.values.get("root") is None else Path(str(found.values["root"])).expanduser()
@@ -55,8 +56,9 @@ class RunMagics(Magics):
             if arranging := [name for name in ("sort", "reverse") if name in found.values]:
                 message = f"{RUNS_OPTIONS[arranging[0]].spelling} arranges the list of runs: leave it out with --prune"
                 raise ConfigError(message)
-            self._prune(root, found.values)
+            self._prune(root, found, local_ns)
             return
+        _at_most(found, 0, usage)
         if stray := next((name for name in ("keep", "older_than_days", "dry_run") if name in found.values), None):
             message = f"{RUNS_OPTIONS[stray].spelling} goes with --prune"
             raise ConfigError(message)
@@ -65,25 +67,25 @@ class RunMagics(Magics):
         by, reverse = str(found.values.get("sort", "started")).replace("-", "_"), flag_value("reverse", found.values.get("reverse", False))
         display(runs(root).sorted(by, reverse=reverse))
 
-    def _prune(self, root: Path | None, values: Mapping[str, str | bool]) -> None:
+    def _prune(self, root: Path | None, found: Arguments, local_ns: Mapping[str, Any] | None) -> None:
         from nbddp.kernel.line import flag_value, number_value
-        from nbddp.kernel.text import bytes_text
-        from nbddp.rundir import prune_runs
+        from nbddp.kernel.options import RUNS_OPTIONS
+        from nbddp.kernel.pruning import prune_named, prune_old
         from nbddp.runroot import run_root
 
+        values, where = found.values, run_root(root)
         dry_run = flag_value("dry_run", values.get("dry_run", True))
-        where = run_root(root)
-        pruned = prune_runs(
-            where,
-            keep=int(number_value("keep", values.get("keep", "20"), int)),
-            older_than_days=number_value("older_than_days", values.get("older_than_days", "30"), float),
-            dry_run=dry_run,
-        )
-        if not pruned:
-            say(f"nothing to prune in {where}")
+        if found.words:
+            if by_age := next((name for name in ("keep", "older_than_days") if name in values), None):
+                message = f"{RUNS_OPTIONS[by_age].spelling} chooses among all runs, and {found.words[0].text} names one: leave one of the two out"
+                raise ConfigError(message)
+            names = names_of(self._shell, local_ns)
+            say(str(prune_named([_runs_of(names.get(word.text), word.text) for word in found.words], where, dry_run=dry_run)))
             return
-        what = f"({bytes_text(sum(run.bytes() for run in pruned))}) would be deleted; --no-dry-run deletes them" if dry_run else "deleted"
-        say("\n".join([f"{len(pruned)} run{'s' if len(pruned) > 1 else ''} {what}:", *(f"  {run.id}" for run in pruned)]))
+        keep = int(number_value("keep", values.get("keep", "20"), int))
+        days = number_value("older_than_days", values.get("older_than_days", "30"), float)
+        pruned = prune_old(where, keep=keep, older_than_days=days, dry_run=dry_run)
+        say(str(pruned) if pruned.runs else f"nothing to prune in {where}")
 
     @line_magic
     @no_var_expand
@@ -192,7 +194,7 @@ class RunMagics(Magics):
         return path if place.is_there or path.suffix in SUFFIXES else None
 
     def _split(
-        self, line: str, options: Mapping[str, Option], local_ns: Mapping[str, Any] | None, usage: str, *, at_least: int = 0, at_most: int
+        self, line: str, options: Mapping[str, Option], local_ns: Mapping[str, Any] | None, usage: str, *, at_least: int = 0, at_most: int | None
     ) -> Arguments | None:
         """Words and options of a line; None where it asked for help and got it."""
         from nbddp.kernel.line import split, uncommented
@@ -205,9 +207,8 @@ class RunMagics(Magics):
         if len(found.words) < at_least:
             message = f"something is missing: write {usage}"
             raise ConfigError(message)
-        if len(found.words) > at_most:
-            message = f"{found.words[at_most].text}: too many words; write {usage}"
-            raise ConfigError(message)
+        if at_most is not None:
+            _at_most(found, at_most, usage)
         return found
 
     def _run(self, words: Sequence[Word], local_ns: Mapping[str, Any] | None) -> Run:
@@ -242,6 +243,22 @@ class RunMagics(Magics):
     def ddp_export(self, line: str) -> None:
         """%ddp_export: not available yet."""
         _refuse("ddp_export")
+
+
+def _runs_of(value: object, text: str) -> object:
+    """What a variable of that name holds, where that is runs; else the text, which is an id or a directory."""
+    from nbddp.kernel.entry import RunEntry
+    from nbddp.kernel.run import Run
+    from nbddp.kernel.table import RunTable
+
+    held = value if isinstance(value, list | tuple) else [value]
+    return value if held and all(isinstance(one, Run | RunEntry | RunTable) for one in held) else text
+
+
+def _at_most(found: Arguments, count: int, usage: str) -> None:
+    if len(found.words) > count:
+        message = f"{found.words[count].text}: too many words; write {usage}"
+        raise ConfigError(message)
 
 
 def _refuse(magic: str) -> None:

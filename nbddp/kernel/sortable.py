@@ -1,7 +1,8 @@
 """Sorting a table where it is shown, without a kernel: in a trusted notebook, also a saved one, and in nbconvert's pages.
 
-The table itself is plain HTML. A script beside it, which front ends run in outputs that they trust, puts a button into each header; where it does not run
-nothing pretends to sort. All comparing is done here: the script only arranges rows in orders that it is given.
+The table itself is plain HTML. A script beside it, which front ends run in outputs that they trust, makes a button of each name in the headers that sorts;
+where a front end takes scripts away, as JupyterLab does from outputs of notebooks that it does not trust, nothing pretends to sort, and the rows stay in the
+order in which they were displayed. All comparing is done here: the script only arranges rows in orders that it is given.
 """
 
 from __future__ import annotations
@@ -16,43 +17,50 @@ _SCRIPT = """
 (() => {
   const root = document.currentScript && document.currentScript.parentNode, body = root && root.querySelector("tbody");
   if (!body) return;
-  const orders = ORDERS, shown = SHOWN, heads = [...root.querySelectorAll("thead th")], rows = [...body.rows], marks = {};
-  const mark = (column, up) => heads.forEach((head, index) => {
-    if (!(index in orders)) return;
-    head.setAttribute("aria-sort", index !== column ? "none" : up ? "ascending" : "descending");
-    marks[index].textContent = index !== column ? "" : up ? " \\u25b2" : " \\u25bc";
-  });
-  Object.entries(orders).forEach(([key, [order, rest, first]]) => {
-    const column = Number(key), head = heads[column], button = document.createElement("button");
-    marks[column] = document.createElement("span");
-    marks[column].setAttribute("aria-hidden", "true");
+  const orders = ORDERS, shown = SHOWN, rows = [...body.rows], buttons = {};
+  const mark = (name, up) => {
+    Object.values(buttons).forEach(button => {
+      button.lastChild.textContent = "";
+      button.closest("th").setAttribute("aria-sort", "none");
+    });
+    if (!buttons[name]) return;
+    buttons[name].lastChild.textContent = up ? " \\u25b2" : " \\u25bc";
+    buttons[name].closest("th").setAttribute("aria-sort", up ? "ascending" : "descending");
+  };
+  let now = shown;
+  root.querySelectorAll("thead [data-order]").forEach(label => {
+    const name = label.dataset.order;
+    if (!(name in orders)) return;
+    const [order, rest, first] = orders[name], button = document.createElement("button"), arrow = document.createElement("span");
+    arrow.setAttribute("aria-hidden", "true");
     button.type = "button";
-    button.title = "sort by " + head.textContent;
+    button.title = "sort by " + name;
     button.style.cssText = "all:unset;cursor:pointer;outline:revert";
-    button.append(...head.childNodes, marks[column]);
-    head.append(button);
+    button.append(...label.childNodes, arrow);
+    label.append(button);
+    buttons[name] = button;
     button.addEventListener("click", () => {
-      const now = head.getAttribute("aria-sort"), up = now === "none" ? first : now === "descending";
-      body.append(...(up === first ? order : [...order].reverse()).map(row => rows[row]), ...rest.map(row => rows[row]));
-      mark(column, up);
+      now = [name, now[0] === name ? !now[1] : first];
+      body.append(...(now[1] === first ? order : [...order].reverse()).map(row => rows[row]), ...rest.map(row => rows[row]));
+      mark(...now);
     });
   });
-  mark(shown[0], shown[1]);
+  mark(...shown);
 })();
 """
 
 
-def sorting(orders: Mapping[int, tuple[Sequence[int | None], bool]], shown: tuple[int, bool] | None) -> str:
+def sorting(orders: Mapping[str, tuple[Sequence[int | None], bool]], shown: tuple[str, bool] | None) -> str:
     """Return the script element for a table; it stands beside the table, within the element that holds both.
 
     Args:
-        orders: for each column that sorts, the place of each row in the column's own order, None for one that stays at the end, and whether that order
-            ascends.
-        shown: the column by which the rows are in order, and whether they ascend.
+        orders: by the names that the headers bear as `data-order`, the place of each row in an order, None for one that stays at the end, and whether that
+            order ascends.
+        shown: the order in which the rows are, and whether they ascend.
     """
-    columns = {}
-    for column, (places, ascends) in orders.items():
+    lists = {}
+    for name, (places, ascends) in orders.items():
         placed = sorted((place, row) for row, place in enumerate(places) if place is not None)
-        columns[column] = [[row for _, row in placed], [row for row, place in enumerate(places) if place is None], ascends]
-    filled = _SCRIPT.replace("ORDERS", json.dumps(columns, separators=(",", ":"))).replace("SHOWN", json.dumps(shown or [-1, True]))
+        lists[name] = [[row for _, row in placed], [row for row, place in enumerate(places) if place is None], ascends]
+    filled = _SCRIPT.replace("ORDERS", json.dumps(lists, separators=(",", ":"))).replace("SHOWN", json.dumps(shown or ["", True]))
     return f"<script>{filled}</script>"

@@ -9,7 +9,6 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,10 @@ from nbddp.kernel import markup
 from nbddp.kernel.entry import RunEntry, plain_text, read_entry
 from nbddp.kernel.record import number
 from nbddp.kernel.sortable import sorting
+from nbddp.kernel.table_html import runs_html
 from nbddp.kernel.text import bytes_text, clock_text, count_text, short_id, value_text
 from nbddp.rundir import RunDir, prune_runs, run_dirs
-from nbddp.tabular import FONT, Table, html_table
+from nbddp.tabular import FONT, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,13 +57,14 @@ ORDERS = {
     "size": Order(lambda row: row.size, ascends=False),
 }
 """By the names of the columns."""
+RIGHT = ("duration", "loss", "steps", "size")
+"""Columns of numbers, in text."""
 
 
 class RunTable(Table[RunEntry]):
     """Runs, newest first, or as `sorted` arranged them."""
 
-    HEADER = ("run", "state", "curve", "best", "differs by", "note", "started", "goes on from", "loss", "steps", "duration", "size")
-    LEFT = 8
+    HEADER = ("run", "state", "best", "duration", "curve", "started", "goes on from", "loss", "steps", "size", "note", "differs by")
     EMPTY = "no runs here yet"
 
     def __init__(self, rows: Iterable[RunEntry], order: tuple[str, bool] | None = None) -> None:
@@ -75,7 +76,7 @@ class RunTable(Table[RunEntry]):
         """The runs of a root."""
         old: set[str] = set()
         with contextlib.suppress(OSError):  # one of them is being deleted
-            old = {run.id for run in prune_runs(root, keep=KEEP, older_than_days=OLDER_THAN_DAYS, dry_run=True)}
+            old = {run.id for run in prune_runs(root, keep=KEEP, older_than_days=OLDER_THAN_DAYS)}
         return cls(read_entry(run, prunable=run.id in old) for run in reversed(run_dirs(root)))
 
     def __getitem__(self, index: Any) -> Any:
@@ -116,39 +117,33 @@ class RunTable(Table[RunEntry]):
         return (
             row.id,
             row.state,
-            row.curve.blocks(),
             best,
-            ", ".join(f"{name}={plain_text(value)}" for name, value in row.differs.items()),
-            row.note or "",
+            "" if row.duration_s is None else clock_text(row.duration_s),
+            row.curve.blocks(),
             "" if row.started is None else time.strftime("%m-%d %H:%M", time.localtime(row.started)),
             "" if row.parent is None else short_id(row.parent),
             "" if row.loss is None else value_text(row.loss),
             "" if row.step is None else count_text(row.step),
-            "" if row.duration_s is None else clock_text(row.duration_s),
             bytes_text(row.size),
+            " ".join((row.note or "").split()),
+            ", ".join(f"{name}={plain_text(value)}" for name, value in row.differs.items()),
         )
 
-    def _html_cells(self, row: RunEntry) -> tuple[str, ...]:
-        cells = list(super()._html_cells(row))
-        cells[0] = markup.tag("span", escape(short_id(row.id)), title=row.id)
-        cells[1], cells[2] = markup.badge(row.state), row.curve.image()
-        for index, width in ((3, 80), (4, 110), (5, 80)):
-            if cells[index]:
-                cells[index] = markup.div(cells[index], f"white-space:normal;min-width:{width}px;max-width:260px;overflow-wrap:anywhere")
-        return tuple(cells)
-
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n{self.summary()}" if self._rows else super().__repr__()
+        """What may be long comes last, so that it pushes nothing aside; what no run has is left out."""
+        if not self._rows:
+            return self.EMPTY
+        columns = [(name, *cells) for name, cells in zip(self.HEADER, zip(*map(self._cells, self._rows), strict=True), strict=True) if any(cells)]
+        padded = [[(str.rjust if cells[0] in RIGHT else str.ljust)(cell, max(map(len, cells))) for cell in cells] for cells in columns]
+        return "\n".join([*("  ".join(line).rstrip() for line in zip(*padded, strict=True)), self.summary()])
 
     def _repr_html_(self) -> str:
         if not self._rows:
             return super()._repr_html_()
-        columns = {self.HEADER.index(name): order for name, order in ORDERS.items()}
-        orders = {column: (_places(self._rows, order), order.ascends) for column, order in columns.items()}
-        shown = None if self._order is None or self._order[0] not in ORDERS else (self.HEADER.index(self._order[0]), self._order[1])
-        table = html_table(self.HEADER, [self._html_cells(row) for row in self._rows], left=self.LEFT)
-        below = markup.div(markup.quiet(self.summary()), "margin-top:4px;font-size:12px")
-        return markup.div(table + below + (sorting(orders, shown) if len(self) > 1 else ""), FONT)
+        orders = {name: (_places(self._rows, order), order.ascends) for name, order in ORDERS.items()}
+        shown = self._order if self._order is not None and self._order[0] in orders else None
+        below = markup.div(markup.quiet(self.summary()), "margin-top:5px;font-size:12px")
+        return markup.div(runs_html(self._rows) + below + (sorting(orders, shown) if len(self) > 1 else ""), FONT)
 
 
 def _order(by: str) -> Order:

@@ -42,7 +42,13 @@ IMAGES = "element => [...element.querySelectorAll('img')].map(image => image.com
 
 
 def notes(table: Locator) -> list[str]:
-    return [row.locator("td").nth(5).inner_text() for row in table.locator("tbody tr").all()]
+    return [row.locator("td").last.inner_text() for row in table.locator("tbody tr").all()]
+
+
+ALIGNED = """element => {
+  const left = cell => Math.round(cell.getBoundingClientRect().left), heads = [...element.querySelectorAll('th')].map(left);
+  return [...element.querySelectorAll('tbody tr')].every(row => [...row.cells].every((cell, index) => Math.abs(left(cell) - heads[index]) < 2));
+}"""
 
 
 def sorts(table: Locator) -> None:
@@ -70,7 +76,7 @@ def test_the_table_of_runs_sorts_also_where_no_kernel_is(lab: Lab) -> None:
     sorts(output)
     assert output.evaluate(IMAGES) == [True] * 3
     assert output.get_by_role("img").first.get_attribute("alt") == "loss from 3.929 to 0.2413 in 400 steps"
-    output.locator("table").evaluate("table => { table.parentElement.scrollLeft = 0; }")  # the clicks have scrolled it
+    assert output.evaluate(ALIGNED), "cells stand below the names of their columns"
     book.screenshot("runs", of=output)
     book.theme("JupyterLab Dark")
     page.locator("#jupyterlab-splash").wait_for(state="detached")
@@ -78,7 +84,10 @@ def test_the_table_of_runs_sorts_also_where_no_kernel_is(lab: Lab) -> None:
     assert faint(output) == []
     page.set_viewport_size({"width": 760, "height": 900})
     page.wait_for_function("document.querySelector('.jp-OutputArea-output').getBoundingClientRect().width < 600")
-    assert overflowing(output) == [], "what is wider scrolls within the table's own box"
+    assert overflowing(output) == [], "rows wrap"
+    assert output.evaluate(ALIGNED), "all of them at the same columns"
+    assert output.get_by_role("table").get_by_role("row").count() == 4
+    book.screenshot("runs-narrow", of=output)
     book.theme("JupyterLab Light")
     page.set_viewport_size({"width": 1100, "height": 900})
     book.save()
@@ -92,6 +101,7 @@ def test_the_table_of_runs_sorts_also_where_no_kernel_is(lab: Lab) -> None:
     output = lab.reopen("foreign.ipynb").output("3 runs ·")
     assert notes(output) == ["median", "long", "short"]
     assert output.get_by_role("button").count() == 0, "nothing looks as if it sorted"
+    assert output.evaluate(ALIGNED)
     assert output.evaluate(IMAGES) == [True] * 3
 
 
@@ -103,7 +113,7 @@ def test_runs_side_by_side(lab: Lab) -> None:
     assert output.evaluate(IMAGES) == [True] * 4
     picture = output.get_by_role("img", name="Training and validation loss of 3 runs over step")
     assert picture.evaluate("element => element.naturalWidth") > 1000
-    assert [row.inner_text().split("\t")[2].strip() for row in output.locator("tbody tr").all()] == ["0.001", "0.01", "0.1"]
+    assert [row.locator("td").nth(2).inner_text() for row in output.locator("tbody tr").all()] == ["0.001", "0.01", "0.1"]
     book.screenshot("compare", of=output)
     book.theme("JupyterLab Dark")
     page.locator("#jupyterlab-splash").wait_for(state="detached")

@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from nbddp import checkpoint
+from nbddp import checkpoint, prune, runs
+from nbddp.errors import ConfigError
 from nbddp.kernel.completion import CHECKPOINTS, complete
 from nbddp.kernel.run import Run
 from nbddp.kernel.text import bytes_text
@@ -52,6 +53,10 @@ def short(run_dir):
     return run_dir.id.rpartition("-")[2]
 
 
+def tail(run_dir):
+    return f"digits-{short(run_dir)}"
+
+
 def aged(run_dir, days):
     then = time.time() - days * 86400
     os.utime(run_dir.path, (then, then))
@@ -90,11 +95,59 @@ def test_pruning_names_and_only_then_deletes(shell, root):
     assert shell.output.startswith("nothing to prune in ")
     shell.run("%ddp_runs --prune --keep 1")
     size = bytes_text(old.bytes())
-    assert shell.output.splitlines() == [f"1 run ({size}) would be deleted; --no-dry-run deletes them:", f"  {old.id}"]
+    assert shell.output.splitlines() == [f"1 run ({size}) would be deleted; --no-dry-run deletes them:", f"  {old.id}  finished  {size}"]
     assert old.path.exists()
     shell.run("%ddp_runs --prune --keep 1 --older-than-days 30.5 --no-dry-run")
-    assert shell.output.splitlines() == ["1 run deleted:", f"  {old.id}"]
+    assert shell.output.splitlines() == [f"1 run ({size}) deleted:", f"  {old.id}  finished  {size}"]
     assert [old.path.exists(), new.path.exists()] == [False, True]
+
+
+def test_runs_that_are_named_are_pruned_however_young(shell, root):
+    one, other, third = (finished(root, epochs=1, steps_per_epoch=10, note=note) for note in ("a\nnote", None, None))
+    child = FakeRun(root)
+    child.run_dir.write_spec({**(child.run_dir.read_spec() or {}), "parent": one.id})
+    child.end("stopped")
+    size = bytes_text(one.bytes())
+    remark = f"{tail(child.run_dir)} goes on from {tail(one)}: its curves would begin where it went on"
+    shell.run(f"%ddp_runs --prune {short(one)}")
+    assert shell.output.splitlines() == [f"1 run ({size}) would be deleted; --no-dry-run deletes them:", f"  {one.id}  finished  {size}  a note", remark]
+    assert one.path.exists()
+    shell.ip.user_ns["rest"] = runs()[-2:]
+    named = {run.id for run in shell.ip.user_ns["rest"]}
+    shell.run(f"%ddp_runs --prune rest {child.run_dir.path} --no-dry-run")
+    gone = {*named, child.run_dir.id}
+    assert shell.output.startswith(f"{len(gone)} runs (")
+    assert " deleted:" in shell.output
+    left = {run.id for run in (one, other, third)} - gone
+    assert {row.id for row in runs()} == left
+    assert prune(runs=list(left), dry_run=False) == list(left)
+    assert not left or len(runs()) == 0
+
+
+def test_a_run_that_goes_on_is_not_pruned_and_neither_are_those_named_beside_it(shell, root, live):
+    ended = finished(root, epochs=1, steps_per_epoch=10)
+    for line in (f"%ddp_runs --prune {short(ended)} {short(live.run_dir)} --no-dry-run", f"%ddp_runs --prune {short(live.run_dir)}"):
+        name = tail(live.run_dir)
+        assert refused(shell, line) == f"{name} is not over yet, and nothing was deleted: %ddp_stop {name} ends it"
+    with pytest.raises(ConfigError, match="is not over yet"):
+        prune(runs=Run(live.run_dir), dry_run=False)
+    assert prune(keep=0, older_than_days=0) == [ended.id]
+    assert ended.path.exists()
+    assert live.run_dir.path.exists()
+
+
+def test_what_can_not_be_deleted_is_said(shell, root, monkeypatch):
+    import shutil
+
+    run = finished(root, epochs=1, steps_per_epoch=10)
+
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    shell.run(f"%ddp_runs --prune {short(run)} --no-dry-run")
+    assert shell.output.strip() == f"{run.id} could not be deleted: [Errno 13] Permission denied: '{run.path}'"
+    assert prune(runs=run.path, dry_run=False) == []
 
 
 @pytest.mark.parametrize(
@@ -111,6 +164,9 @@ def test_pruning_names_and_only_then_deletes(shell, root):
         ("%ddp_runs --prune --keep few", "--keep few: must be a whole number, 0 or more"),
         ("%ddp_runs --prune --keep 1.5", "--keep 1.5: must be a whole number, 0 or more"),
         ("%ddp_runs --prune --older-than-days -1", "--older-than-days -1: must be a number, 0 or more"),
+        ("%ddp_runs --prune nowhere --no-dry-run", "no run nowhere in"),
+        ("%ddp_runs --prune net", "no run net in"),
+        ("%ddp_runs --prune a --keep 3", "--keep chooses among all runs, and a names one: leave one of the two out"),
         ("%ddp_attach", "something is missing: write %ddp_attach RUN [--as NAME]"),
         ("%ddp_attach a b", "b: too many words; write %ddp_attach RUN [--as NAME]"),
         ("%ddp_attach a --as 3x", "no run a in"),

@@ -210,21 +210,22 @@ def test_the_line_offers_the_columns_that_sort() -> None:
 
 def script(html: str) -> tuple[dict[str, list[Any]], list[Any]]:
     """The orders that the page sorts by, and which it begins with."""
-    found = re.search(r"orders = (\{.*?\}), shown = (\[.*?\]),", html)
+    found = re.search(r"orders = (\{.*?\}), shown = (\[.*?\]), rows", html)
     assert found is not None
     return json.loads(found[1]), json.loads(found[2])
 
 
 def test_the_page_sorts_as_python_does() -> None:
     orders, shown = script(TABLE._repr_html_())
-    assert shown == [-1, True]
+    assert shown == ["", True]
+    assert set(orders) == set(ORDERS) == set(re.findall(r'data-order="([^"]+)"', TABLE._repr_html_())) - {"differs by"}
     for name, order in ORDERS.items():
-        first, rest, ascends = orders[str(RunTable.HEADER.index(name))]
+        first, rest, ascends = orders[name]
         assert "".join(TABLE[row].id for row in [*first, *rest]) == names(TABLE.sorted(name))
         assert ascends is order.ascends
-    assert script(TABLE.sorted("size")._repr_html_())[1] == [RunTable.HEADER.index("size"), False]
-    assert script(TABLE.sorted("size", reverse=True)[1:]._repr_html_())[1] == [RunTable.HEADER.index("size"), True]
-    assert script(TABLE.sorted("lr")._repr_html_())[1] == [-1, True]
+    assert script(TABLE.sorted("size")._repr_html_())[1] == ["size", False]
+    assert script(TABLE.sorted("size", reverse=True)[1:]._repr_html_())[1] == ["size", True]
+    assert script(TABLE.sorted("lr")._repr_html_())[1] == ["", True]
     assert "<script" not in TABLE[:1]._repr_html_(), "one run is in order"
 
 
@@ -242,7 +243,33 @@ def test_curves_are_pictures_with_a_text_and_blocks(tmp_path: Path) -> None:
     html = table._repr_html_()
     assert html.count("<img ") == 1
     assert re.search(r'<img alt="loss from \d\.\d+ to 0\.\d+ in 100 steps"', html)
-    assert html.count('<th scope="col"') == len(RunTable.HEADER)
+    assert html.count('<th scope="col"') == 6, "no run has a note"
+
+
+def test_what_matters_most_comes_first_and_what_is_long_comes_last() -> None:
+    columns = re.findall(r'data-order="([^"]+)"', TABLE._repr_html_())
+    assert columns == ["run", "started", "state", "size", "best", "duration", "steps", "loss", "differs by", "note"]
+    header, *rows, _ = repr(TABLE).splitlines()
+    assert header.split() == ["run", "state", "best", "duration", "started", "loss", "steps", "size", "note", "differs", "by"]
+    assert all(len(row) <= len(header) + 30 for row in rows)
+    at = header.index("size") + len("size")
+    assert [row[:at].split()[-2:] for row in rows] == [["20", "B"], ["30", "B"], ["10", "B"], ["20", "B"]], "sizes stand below each other"
+
+
+def test_an_option_and_its_value_stay_on_one_line_and_long_ones_break() -> None:
+    long = {f"blocks.{index}.*": "sync" for index in range(9)}
+    html = RunTable([entry("a", differs={"base_batch_size": 48, "norm": long, "lr": 1e-4}, note="two\nlines <b>")])._repr_html_()
+    spans = re.findall(r'<span style="margin-right:9px;([^"]+)"><span style="[^"]+">(\w+)=</span>', html)
+    assert spans == [("white-space:nowrap", "base_batch_size"), ("overflow-wrap:anywhere", "norm"), ("white-space:nowrap", "lr")]
+    assert "two\nlines &lt;b&gt;" in html
+    text = repr(RunTable([entry("a", note="two\nlines")]))
+    assert len(text.splitlines()) == 3
+
+
+def test_rows_that_wrap_are_still_a_table_to_whoever_hears_it() -> None:
+    html = TABLE._repr_html_()
+    roles = {name: len(re.findall(f'role="{name}"', html)) for name in ("table", "rowgroup", "row", "columnheader", "cell")}
+    assert roles == {"table": 1, "rowgroup": 2, "row": 5, "columnheader": 7, "cell": 28}
 
 
 def test_what_could_be_deleted_is_said(tmp_path: Path) -> None:
