@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nbddp.events import Event
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
-RECENT_STEPS = 64
 EPOCHS = 500
 """How many of the last epochs a state remembers; `nbddp.kernel.history` has them all."""
 
@@ -34,6 +33,7 @@ class RankState:
     backend: str = ""
     process: list[int] = field(default_factory=list)
     step: int = 0
+    epoch: int = 0
     phase: str = "starting"
     memory: int = 0
     samples_per_s: float = 0.0
@@ -124,10 +124,8 @@ class RunState:
     stage_facts: dict[str, Any] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
     phase_sums_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    recent_phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    slowest: int | None = None
     slow_counts: dict[int, int] = field(default_factory=dict)
-    wait_s: float = 0.0
+    wait_sum_s: float = 0.0
     samples: int = 0
     samples_per_s: float = 0.0
     steps_per_s: float = 0.0
@@ -153,9 +151,19 @@ class RunState:
         return self.state in ("finished", "stopped", "failed")
 
     @property
+    def newest_step(self) -> int:
+        """The last step that is known of: heartbeats tell of it before the report with its figures comes."""
+        return max((self.step, *(row.step for row in self.ranks.values())))
+
+    @property
+    def newest_epoch(self) -> int:
+        """The epoch of that step, counted from 1."""
+        return max((self.epoch, *(row.epoch for row in self.ranks.values())))
+
+    @property
     def progress(self) -> float | None:
         """Share of the run that is done, 0 to 1; None where only time limits it."""
-        return None if not self.total_steps else min(1.0, self.step / self.total_steps)
+        return None if not self.total_steps else min(1.0, self.newest_step / self.total_steps)
 
     @property
     def eta_s(self) -> float | None:
@@ -165,7 +173,7 @@ class RunState:
         per_step = 1 / self.steps_per_s
         if self._first is not None and self.last_mono is not None and self.step > self._first[1]:
             per_step = max(per_step, (self.last_mono - self._first[0]) / (self.step - self._first[1]))
-        return max(0, self.total_steps - self.step) * per_step
+        return max(0, self.total_steps - self.newest_step) * per_step
 
     @property
     def elapsed_s(self) -> float | None:
@@ -235,17 +243,14 @@ def _steps(state: RunState, event: Event) -> None:
     state.window = state.window.add(columns)
     state.overflows += sum(columns.get("overflow", ()))
     warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
-    # A report may be of one step, the first of an epoch: it counts by its number of steps.
-    share = min(1.0, len(steps) / RECENT_STEPS) if any(state.recent_phases_s.values()) else 1.0
     for phase in PHASES:
         values = columns[f"{phase}_s"]
-        state.recent_phases_s[phase] += share * (sum(values) / len(values) - state.recent_phases_s[phase])
         state.phase_sums_s[phase] += sum(values[index] for index in warm)
     state.warm_steps += len(warm)
-    for rank in columns["slowest_rank"]:
+    for index in warm:
+        rank = columns["slowest_rank"][index]
         state.slow_counts[rank] = state.slow_counts.get(rank, 0) + 1
-    state.slowest = columns["slowest_rank"][-1]
-    state.wait_s = sum(columns["wait_s"]) / len(steps)
+        state.wait_sum_s += columns["wait_s"][index]
     state.step, state.epoch, state.stage = steps[-1], columns["epoch"][-1], columns["stage"][-1]
     state.lr = float(columns["lr"][-1])
     state.samples += sum(columns["samples"])
@@ -254,10 +259,10 @@ def _steps(state: RunState, event: Event) -> None:
         if state._first is None:
             state._first = (event.mono, state.step)
     for row in columns.get("ranks", []):
-        rank = state.rank(row["rank"])
-        rank.step, rank.memory = state.step, row.get("memory", 0)
-        rank.samples_per_s = float(row.get("samples_per_s", 0.0))
-        rank.times_s = {phase: float(row[f"{phase}_s"]) for phase in PHASES}
+        known = state.rank(row["rank"])
+        known.step, known.memory = max(known.step, state.step), row.get("memory", 0)  # its heartbeat may have told of a later step
+        known.samples_per_s = float(row.get("samples_per_s", 0.0))
+        known.times_s = {phase: float(row[f"{phase}_s"]) for phase in PHASES}
     if "report" in columns:
         state.report = Report.from_json(columns["report"])
 
@@ -309,6 +314,7 @@ def _record(state: RunState, values: dict[str, Any], epoch: int, step: int) -> N
 
 def _stage(state: RunState, event: Event) -> None:
     data = state.stage_facts = event.data
+    state._rate.clear()  # its steps may be of another batch, and of another length
     lr = data.get("lr")
     state.stages.append(StageRecord(data["stage"], str(data["name"]), data["step"], str(data.get("precision", "")), None if lr is None else float(lr)))
     state.stage = data["stage"]
@@ -329,7 +335,9 @@ def _message(state: RunState, event: Event) -> None:
 
 def _heartbeat(state: RunState, event: Event) -> None:
     row = state.rank(event.rank)
-    row.step, row.phase = int(event.data.get("step", row.step)), str(event.data.get("phase", row.phase))
+    row.phase = str(event.data.get("phase", row.phase))
+    if (step := int(event.data.get("step", 0))) > row.step:
+        row.step, row.epoch = step, int((event.data.get("position") or [row.epoch])[0])
     row.memory = int(event.data.get("memory", row.memory))
 
 
@@ -356,6 +364,10 @@ def _exited(state: RunState, event: Event) -> None:
     state.state = event.data["state"]
     state.finished_time = event.time
     state.phase = state.state
+    if (step := int(event.data.get("step") or 0)) > state.step:  # steps whose report was lost with the ranks
+        state.step, state.epoch = step, max(state.epoch, int(event.data.get("epoch") or 0))
+    if (reason := event.data.get("stop_reason")) and reason != state.stop_reason:  # whatever it began with, it came to this
+        state.stop_reason = state.stop_text = str(reason)
     if state.state == "failed" and state.first_step_time is None:  # such a run keeps its record, not its checkpoints
         state.checkpoints, state.best = [], None
 
@@ -386,7 +398,6 @@ _CONTAINERS = (
     "validated",
     "lowest",
     "phase_sums_s",
-    "recent_phases_s",
     "slow_counts",
     "checkpoints",
     "messages",

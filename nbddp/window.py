@@ -72,6 +72,16 @@ class Block:
         )
 
     @property
+    def times_s(self) -> dict[str, float]:
+        """Mean time per step that the slowest rank spends in each phase; empty where there are no steps."""
+        return {phase: self.phase_s(phase) for phase in PHASES} if self.seconds else {}
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank that was the slowest most often; None with one rank."""
+        return max(self.slowest, key=lambda rank: (self.slowest[rank], -rank)) if len(self.ranks_s) > 1 and self.slowest else None
+
+    @property
     def seconds(self) -> float:
         """How long the steps took: as long as their slowest ranks."""
         return sum(self.phases_s)
@@ -126,5 +136,5 @@ class Window:
 
     @property
     def recent(self) -> Block:
-        """The last blocks as one."""
-        return functools.reduce(operator.add, self.blocks[-RECENT_BLOCKS:], Block())
+        """The last blocks as one; before the first is full, the steps so far."""
+        return functools.reduce(operator.add, self.blocks[-RECENT_BLOCKS:], Block()) if self.blocks else self._open

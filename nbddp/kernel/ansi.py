@@ -11,6 +11,8 @@ from collections import deque
 from html import escape
 from itertools import groupby
 
+from nbddp.visible import visible
+
 # ECMA-48: control sequences (colours, cursor), operating-system commands (titles, links), the two-byte escapes, and single control characters.
 TOKENS = re.compile(r"(?:\x1b\[|\x9b)([0-?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|[\x00-\x1f\x7f-\x9f]")
 BEGUN = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*\Z|\x1b(?:\][^\x07\x1b]*|[ -/]*)\Z")
@@ -25,10 +27,10 @@ class Screen:
     Args:
         lines: how many are kept.
         width: columns; what is written beyond them is not kept, and the line ends in an ellipsis.
-        omit: lines that begin with it vanish when they are complete.
+        omit: lines that begin with one of these vanish when they are complete.
     """
 
-    def __init__(self, lines: int, *, width: int, omit: str | None = None) -> None:
+    def __init__(self, lines: int, *, width: int, omit: tuple[str, ...] = ()) -> None:
         self._kept, self._width, self._omit = lines, width, omit
         self._lines: deque[_Line] = deque([_Line()], maxlen=lines + 1)
         self._up = self._column = 0  # the cursor: rows above the last, columns from the left
@@ -78,13 +80,14 @@ class Screen:
         return lines[-self._kept :]
 
     def _omitted(self, line: _Line) -> bool:
-        return self._omit is not None and line.text().startswith(self._omit)
+        return line.text().startswith(self._omit)
 
     @property
     def _line(self) -> _Line:
         return self._lines[-1 - self._up]
 
     def _write(self, text: str) -> None:
+        text = visible(text)  # what changes the direction of writing is no control sequence
         if text:
             self._line.write(self._column, text, self._pen.attributes, self._width)
             self._column += len(text)

@@ -27,6 +27,7 @@ from nbddp.kernel.text import bytes_text, clock_text, count_text, rate_text, sec
 from nbddp.rundir import write_atomically
 from nbddp.state import PHASES
 from nbddp.tabular import FONT, html_table
+from nbddp.visible import one_line
 
 if TYPE_CHECKING:
     from nbddp.advice import Advice
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 PNG_BYTES = 60_000
 NOTES = 8
 MOST_VALUES = 10
+NAME_LETTERS = 40
 TRACEBACK_LINES = 200
 STACKS_LETTERS = 20_000
 
@@ -124,7 +126,7 @@ def _facts(run_dir: RunDir, state: RunState) -> list[tuple[str, str]]:
         facts += _values(state)
     if state.samples_per_s:
         facts.append(("throughput", f"{rate_text(state.samples_per_s)} samples/s · {rate_text(state.steps_per_s)} steps/s"))
-    if slowest := markup.slowest_text(state):
+    if len(state.ranks) > 1 and (slowest := markup.slowest_text(state.slow_counts, state.wait_sum_s / max(1, state.warm_steps))):
         facts.append(("slowest", slowest))
     if state.checkpoints:
         facts.append(("checkpoints", ", ".join(_checkpoint(entry) for entry in state.checkpoints)))
@@ -142,7 +144,7 @@ def _values(state: RunState) -> list[tuple[str, str]]:
         lowest = state.lowest.get(name)
         known = name in ("loss", "val_loss") and lowest is not None and not lowest.value > value  # the mean of a part of an epoch can be lower
         aside = f" · lowest {value_text(lowest.value)}, epoch {lowest.epoch}" if known and lowest is not None else ""
-        facts.append((name, f"{value_text(value)}{aside}"))
+        facts.append((one_line(name, NAME_LETTERS), f"{value_text(value)}{aside}"))
     if state.nonfinite_steps:
         facts.append(("not finite", f"the loss of {count_text(state.nonfinite_steps)} step{'s' if state.nonfinite_steps > 1 else ''}"))
     return facts
@@ -198,10 +200,8 @@ def _notes(state: RunState) -> list[tuple[str, str]]:
 
 
 def _mean_phases(state: RunState) -> dict[str, float]:
-    """Mean duration of each phase over the run's steps, warm-up left out."""
-    if state.warm_steps:
-        return {phase: total / state.warm_steps for phase, total in state.phase_sums_s.items()}
-    return state.recent_phases_s
+    """Mean duration of each phase over the run's steps, warm-up left out; empty where there were no others."""
+    return {phase: total / state.warm_steps for phase, total in state.phase_sums_s.items()} if state.warm_steps else {}
 
 
 def _html(

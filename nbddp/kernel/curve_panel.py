@@ -5,12 +5,12 @@ Runs in the kernel: made in the thread that asked, drawn in the follower's, set 
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from nbddp.kernel.curve_svg import data_url, loss_svg
+from nbddp.kernel.curve_html import loss_html
+from nbddp.kernel.curve_svg import loss_plot
 from nbddp.kernel.figure import SMOOTHING, has_losses, wants_log
 from nbddp.kernel.kit import HIDDEN, hide
 from nbddp.kernel.subshell import hear
@@ -22,24 +22,25 @@ if TYPE_CHECKING:
     from nbddp.kernel.kit import Kit
     from nbddp.state import RunState
 
+SHORT = 250
+"""Points, of which one more is a visible part of the curve."""
 SMOOTHINGS = [("off", 0.0), ("light", SMOOTHING / 2), ("medium", SMOOTHING), ("strong", 4 * SMOOTHING)]
 
 
 class CurvePanel:
-    """A picture that is drawn anew when there is something new, every two seconds at most.
+    """A picture that is drawn anew when there is something new: every second while it is short, and every two seconds when that is not to be seen any more.
 
     A control draws nothing itself: it lets the picture be the next that is sent. The logarithmic axis follows the losses until the user decides.
     """
-
-    period_s = 2.0
 
     def __init__(self, kit: Kit, changed: Callable[[CurvePanel], None]) -> None:
         self._changed = changed
         self._log: bool | None = None
         self._suggested = False
+        self._points = 0
         self._drawn: tuple[object, ...] | None = None
         self._rendered: tuple[object, ...] | None = None
-        self._picture = kit.html("nb-full")
+        self._picture = kit.html("nb-picture")
         self._log_box = kit.make(ipywidgets.Checkbox, "nb-fit", description="log scale", indent=False, tooltip="Logarithmic axis of the loss")
         tooltip = "Width of the mean that is drawn over the training loss"
         self._smoothing = kit.make(ipywidgets.Dropdown, "nb-fit", options=SMOOTHINGS, value=SMOOTHING, description="smoothing", tooltip=tooltip)
@@ -50,17 +51,22 @@ class CurvePanel:
         self._smoothing.observe(self._choose_smoothing, "value")
         self.box = kit.box([self._picture, kit.box([self._log_box, self._smoothing], "nb-row")], "nb-curve", HIDDEN)
 
+    @property
+    def period_s(self) -> float:
+        return 1.0 if self._points < SHORT else 2.0
+
     def render(self, state: RunState) -> str | None:
         """The picture as an element; None where the last one says it all."""
+        self._points = len(state.train_curve.x)
         key = (len(state.train_curve.x) + len(state.val_curve.x), len(state.stages), self._log, self._smoothing.value)
         if key == self._drawn or not has_losses(state):
             return None
         self._suggest(wants_log(state))
-        svg = loss_svg(state, log=self._suggested if self._log is None else self._log, smoothing=self._smoothing.value)
-        if svg is None:
+        plot = loss_plot(state, log=self._suggested if self._log is None else self._log, smoothing=self._smoothing.value)
+        if plot is None:
             return None
         self._rendered = key
-        return f'<img alt="{escape(_described(state))}" src="{data_url(svg)}" style="width:100%;height:auto;display:block">'
+        return loss_html(plot, _described(state))
 
     def show(self, content: str) -> None:
         """Put the picture in its place."""

@@ -1,7 +1,7 @@
-"""The loss curve of the live view as an SVG.
+"""The loss curve of the live view: its lines as an SVG, and where the numbers at its axes belong.
 
-It is drawn often: in milliseconds, in some ten kilobytes, and without matplotlib, whose import and whose many objects make Python's garbage collector
-stop the kernel's main thread for a tenth of a second.
+It is drawn often: in milliseconds, in some ten kilobytes, and without matplotlib. The SVG holds no text and is stretched to the room that there is, with
+lines of the same width everywhere; `nbddp.kernel.curve_html` puts text around it, of one size however wide the picture is.
 
 Runs in the kernel, in the follower's thread. What stays in a notebook is drawn by `nbddp.kernel.figure`, in the same colours.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from html import escape
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -27,14 +27,40 @@ if TYPE_CHECKING:
     from nbddp.curve import Curve
     from nbddp.state import RunState
 
-WIDTH, HEIGHT = 640, 250
-LEFT, RIGHT, TOP, BOTTOM = 54, 632, 10, 216
+WIDTH, HEIGHT = 640, 220
+LEFT, RIGHT, TOP, BOTTOM = 0, 634, 6, 216
 GREY = "#7a7a7a"
-"""As readable on white as on the ground of a dark theme: the picture is transparent."""
-LETTER = 6.0
-"""Width of a letter."""
+"""As visible on white as on the ground of a dark theme: the picture is transparent."""
 TICKS = 6
+FEW_VALUES = 40
+"""Of a validation, which are drawn one by one."""
 LARGEST = sys.float_info.max
+Label = tuple[float, str]
+"""Where it is centred, as a share of the picture's width from the left or of its height from the top, and what it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A drawn curve.
+
+    Attributes:
+        svg: the picture, without text.
+        across, down: the numbers at the axes.
+        axis: what the horizontal one is.
+        stages: their names, where there are several.
+        widths: of each stage, as shares of the picture's width.
+        lines: name and colour of each line.
+        lowest: shares of width and height at which the lowest value of the validation lies.
+    """
+
+    svg: str
+    across: list[Label]
+    down: list[Label]
+    axis: str
+    stages: list[Label]
+    widths: list[float]
+    lines: list[tuple[str, str]]
+    lowest: tuple[float, float] | None
 
 
 def data_url(svg: str) -> str:
@@ -42,20 +68,27 @@ def data_url(svg: str) -> str:
     return f"data:image/svg+xml,{quote(svg, safe=' =/:;,()-.+*!@&?~')}"
 
 
-def loss_svg(state: RunState, *, log: bool | None = None, smoothing: float = SMOOTHING) -> str | None:
+def loss_plot(state: RunState, *, log: bool | None = None, smoothing: float = SMOOTHING) -> Plot | None:
     """Draw training and validation loss over steps; the arguments are those of `loss_png`, and None is returned where nothing is to be drawn."""
     if not has_losses(state):
         return None
     finite = finite_losses(state)
     log = (wants_log(state) if log is None else log) and bool((finite > 0).any())
     axes = _Axes(state, _span(finite[finite > 0] if log else finite, log=log), log=log)
-    label = "step (losses that are not positive are left out)" if log and finite.min() <= 0 else "step"
-    body = [*_stages(state, axes), *axes.grid(), *_train(state.train_curve, axes, smoothing), *_validation(state.val_curve, axes)]
-    legend = _legend(state)
-    clip = f"<clipPath id='c'><rect x='{LEFT}' y='{TOP - 4}' width='{RIGHT - LEFT + 6}' height='{BOTTOM - TOP + 6}'/></clipPath>"
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' font-family='sans-serif' font-size='11'>"
-        f"{clip}<g clip-path='url(#c)'>{''.join(body)}</g>{axes.labels(label)}{legend}</svg>"
+    stages = _Stages(state, axes)
+    places = _places(state.val_curve, axes)
+    body = [*stages.shades(), *axes.grid(), *_train(state.train_curve, axes, smoothing), *_validation(state.val_curve, axes, places)]
+    lowest = max(places, key=lambda place: place[1], default=None)  # the lowest loss is the farthest down
+    frame = f"viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio='none'"
+    return Plot(
+        svg=f"<svg xmlns='http://www.w3.org/2000/svg' {frame}><style>path{{vector-effect:non-scaling-stroke;fill:none}}</style>{''.join(body)}</svg>",
+        across=axes.across(),
+        down=axes.down(),
+        axis="step (losses that are not positive are left out)" if log and finite.min() <= 0 else "step",
+        stages=stages.names(),
+        widths=stages.widths(),
+        lines=[("loss", TRAIN)] * bool(state.train_curve.y) + [("val_loss", VAL)] * bool(state.val_curve.y),
+        lowest=None if lowest is None else (lowest[0] / WIDTH, lowest[1] / HEIGHT),
     )
 
 
@@ -75,7 +108,7 @@ class _Axes:
     """Where values lie in the picture; `span` is that of the loss, of its decimal logarithm where the axis is logarithmic."""
 
     def __init__(self, state: RunState, span: tuple[float, float], *, log: bool) -> None:
-        xs = [*state.train_curve.x, *state.val_curve.x]
+        xs = [*state.train_curve.x, *state.val_curve.x]  # both are drawn to their ends
         begin = min(xs)
         end = max(xs) if max(xs) > begin else begin + 1
         self._x0, self._x1 = (0.0 if begin < 0.1 * end else begin), end
@@ -96,17 +129,20 @@ class _Axes:
         return np.clip(BOTTOM - share * (BOTTOM - TOP), -9999, 9999)
 
     def grid(self) -> list[str]:
+        """Faint lines at the ticks, and the two axes."""
         lines = [f"M{LEFT} {at:.1f}H{RIGHT}" for at in self.y(self._y_ticks())] + [f"M{at:.1f} {TOP}V{BOTTOM}" for at in self.x(self._x_ticks())]
-        return [f"<path d='{''.join(lines)}' stroke='{GREY}' stroke-opacity='.25' stroke-width='.6' fill='none'/>"]
+        return [
+            f"<path d='{''.join(lines)}' stroke='{GREY}' stroke-opacity='.25' stroke-width='.6'/>",
+            f"<path d='M{LEFT + 0.5} {TOP}V{BOTTOM}H{RIGHT}' stroke='{GREY}' stroke-width='1'/>",
+        ]
 
-    def labels(self, label: str) -> str:
-        """Numbers at the ticks, the two axes, and the name of the horizontal one."""
-        y_ticks, x_ticks = self._y_ticks(), self._x_ticks()
-        parts = [f"<text x='{LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{tick:.4g}</text>" for tick, at in zip(y_ticks, self.y(y_ticks), strict=True)]
-        parts += [f"<text x='{at:.1f}' y='{BOTTOM + 14}' text-anchor='middle'>{tick:,.10g}</text>" for tick, at in zip(x_ticks, self.x(x_ticks), strict=True)]
-        parts.append(f"<text x='{(LEFT + RIGHT) / 2}' y='{HEIGHT - 4}' text-anchor='middle'>{label}</text>")
-        spines = f"<path d='M{LEFT} {TOP}V{BOTTOM}H{RIGHT}' stroke='{GREY}' stroke-width='.8' fill='none'/>"
-        return f"{spines}<g fill='{GREY}'>{''.join(parts)}</g>"
+    def across(self) -> list[Label]:
+        ticks = self._x_ticks()
+        return [(at / WIDTH, _count(tick)) for tick, at in zip(ticks, self.x(ticks).tolist(), strict=True)]
+
+    def down(self) -> list[Label]:
+        ticks = self._y_ticks()
+        return [(at / HEIGHT, f"{tick:.4g}") for tick, at in zip(ticks, self.y(ticks).tolist(), strict=True)]
 
     def _x_ticks(self) -> list[float]:
         return [tick for tick in _even(self._x0, self._x1) if tick == int(tick)]
@@ -122,6 +158,14 @@ class _Axes:
         return ticks if len(ticks) > 1 else [tick for tick in _even(10.0**self._y0, 10.0 ** min(self._y1, 308.0)) if tick > 0]
 
 
+def _count(number: float) -> str:
+    """A number of steps, short enough to stand beside others."""
+    for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 10 * unit or (abs(number) >= unit and unit > 1e3):
+            return f"{number / unit:.6g}{sign}"
+    return f"{number:,.10g}"
+
+
 def _even(low: float, high: float) -> list[float]:
     """Round numbers at even distances from low to high."""
     rough = (high / 2 - low / 2) / TICKS * 2
@@ -131,7 +175,7 @@ def _even(low: float, high: float) -> list[float]:
     distance = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.9999)
     first = math.ceil(low / distance - 1e-9)
     ticks = [number * distance for number in range(first, first + 3 * TICKS)]
-    return [tick for tick in ticks if math.isfinite(tick) and tick <= high + 1e-9 * distance]
+    return [tick for tick in ticks if math.isfinite(tick) and low - 1e-9 * distance <= tick <= high + 1e-9 * distance]
 
 
 def _path(x: np.ndarray, y: np.ndarray, colour: str, style: str) -> str:
@@ -144,7 +188,7 @@ def _path(x: np.ndarray, y: np.ndarray, colour: str, style: str) -> str:
         alone = not joined and (at + 1 == len(y) or math.isnan(y[at + 1]))
         parts.append(f"{'L' if joined else 'M'}{across:.1f} {down:.1f}" + ("h.1" if alone else ""))
         joined = True
-    return f"<path d='{''.join(parts)}' stroke='{colour}' fill='none' stroke-linejoin='round' stroke-linecap='round' {style}/>"
+    return f"<path d='{''.join(parts)}' stroke='{colour}' stroke-linejoin='round' stroke-linecap='round' {style}/>"
 
 
 def _train(curve: Curve, axes: _Axes, smoothing: float) -> list[str]:
@@ -155,40 +199,40 @@ def _train(curve: Curve, axes: _Axes, smoothing: float) -> list[str]:
     return [_path(x, axes.y(y), TRAIN, "stroke-width='.8' stroke-opacity='.35'"), _path(x, axes.y(mean), TRAIN, "stroke-width='1.8'")]
 
 
-def _validation(curve: Curve, axes: _Axes) -> list[str]:
+def _places(curve: Curve, axes: _Axes) -> list[tuple[float, float]]:
+    """Where the values of a curve lie that have a place."""
+    return [(across, down) for across, down in zip(axes.x(curve.x).tolist(), axes.y(curve.y).tolist(), strict=True) if not math.isnan(down)]
+
+
+def _validation(curve: Curve, axes: _Axes, places: list[tuple[float, float]]) -> list[str]:
+    """A line; of few values each is a dot, which a stretched picture keeps round as the cap of a line of no length."""
     if not curve.y:
         return []
-    x, y = axes.x(curve.x), axes.y(curve.y)
-    parts = [_path(x, y, VAL, "stroke-width='1.8'")]
-    places = [(across, down) for across, down in zip(x.tolist(), y.tolist(), strict=True) if not math.isnan(down)]
-    if len(y) <= 40:
-        parts += [f"<circle cx='{across:.1f}' cy='{down:.1f}' r='2.6' fill='{VAL}'/>" for across, down in places]
-    if places:
-        across, down = max(places, key=lambda place: place[1])  # the lowest loss is the farthest down
-        parts.append(f"<circle cx='{across:.1f}' cy='{down:.1f}' r='5.5' fill='none' stroke='{VAL}' stroke-width='1.4'/>")
+    parts = [_path(axes.x(curve.x), axes.y(curve.y), VAL, "stroke-width='1.8'")]
+    if len(curve.y) <= FEW_VALUES:
+        dots = "".join(f"M{across:.1f} {down:.1f}h.01" for across, down in places)
+        parts.append(f"<path d='{dots}' stroke='{VAL}' stroke-linecap='round' stroke-width='5'/>")
     return parts
 
 
-def _stages(state: RunState, axes: _Axes) -> list[str]:
-    """Every other stage lies on a shaded ground; each is named at its top, where the name has room."""
-    if len(state.stages) < 2:
-        return []
-    begins = axes.x([stage.step for stage in state.stages])
-    ends = [float(stage.step) for stage in state.stages[1:]] + [float(max(state.step, state.stages[-1].step))]
-    parts = []
-    for number, (stage, begin, end) in enumerate(zip(state.stages, begins, axes.x(ends), strict=True)):
-        if end > begin and number % 2:
-            parts.append(f"<rect x='{begin:.1f}' y='{TOP}' width='{end - begin:.1f}' height='{BOTTOM - TOP}' fill='{GREY}' fill-opacity='.12'/>")
-        if end - begin >= LETTER * len(stage.name):
-            parts.append(f"<text x='{(begin + end) / 2:.1f}' y='{TOP + 11}' text-anchor='middle' fill='{GREY}'>{escape(stage.name)}</text>")
-    return parts
+class _Stages:
+    """Where the stages of a run lie, if it has several."""
 
+    def __init__(self, state: RunState, axes: _Axes) -> None:
+        self._stages = state.stages if len(state.stages) > 1 else []
+        ends = [float(stage.step) for stage in self._stages[1:]] + [float(max(state.step, state.stages[-1].step))] if self._stages else []
+        self._begins = axes.x([stage.step for stage in self._stages]).tolist()
+        self._ends = axes.x(ends).tolist()
 
-def _legend(state: RunState) -> str:
-    entries = [("loss", TRAIN)] * bool(state.train_curve.y) + [("val_loss", VAL)] * bool(state.val_curve.y)
-    top = TOP + (11 if len(state.stages) < 2 else 26)  # below the names of the stages
-    parts = []
-    for number, (name, colour) in enumerate(entries):
-        at = top + 15 * number
-        parts.append(f"<path d='M{RIGHT - 72} {at - 4}h16' stroke='{colour}' stroke-width='2'/><text x='{RIGHT - 50}' y='{at}' fill='{colour}'>{name}</text>")
-    return "".join(parts)
+    def shades(self) -> list[str]:
+        """Every other stage lies on a shaded ground."""
+        spans = list(zip(self._begins, self._ends, strict=True))[1::2]
+        style = f"height='{BOTTOM - TOP}' fill='{GREY}' fill-opacity='.12'"
+        return [f"<rect x='{begin:.1f}' y='{TOP}' width='{end - begin:.1f}' {style}/>" for begin, end in spans if end > begin]
+
+    def names(self) -> list[Label]:
+        """Each at its middle."""
+        return [((begin + end) / 2 / WIDTH, stage.name) for stage, begin, end in zip(self._stages, self._begins, self._ends, strict=True)]
+
+    def widths(self) -> list[float]:
+        return [(end - begin) / WIDTH for begin, end in zip(self._begins, self._ends, strict=True)]

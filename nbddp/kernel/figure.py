@@ -1,16 +1,18 @@
 """The loss curve as a PNG, through matplotlib's object API and the Agg canvas.
 
-Runs in the kernel, in whichever thread draws. matplotlib is imported at the first drawing, which comes after the launch; pyplot, which would touch the
-user's figures and backend, never is.
+Runs in the kernel, in whichever thread draws, so that it must not keep the main thread waiting. matplotlib is imported at the first drawing, which comes
+after the launch; pyplot, which would touch the user's figures and backend, never is.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nbddp.kernel import collection
 from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, smooth
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def loss_png(state: RunState, *, limit: int | None = None, log: bool | None = No
 
 def loss_figure(state: RunState, *, dpi: int = DPI, log: bool | None = None, smoothing: float = SMOOTHING) -> Figure:
     """Return the same picture as a matplotlib Figure, which a notebook displays; it does not belong to pyplot."""
+    _import_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -85,8 +88,18 @@ def loss_figure(state: RunState, *, dpi: int = DPI, log: bool | None = None, smo
 
 
 def _draw(state: RunState, dpi: int, log: bool | None, smoothing: float) -> bytes:
-    with one_at_a_time:
+    with one_at_a_time, collection.paused():
         return png_of(loss_figure(state, dpi=dpi, log=log, smoothing=smoothing), dpi)
+
+
+def _import_matplotlib() -> None:
+    """Import it without the full garbage collection that its many objects would bring about."""
+    if "matplotlib.backends.backend_agg" not in sys.modules:
+        with collection.paused():
+            import matplotlib.backends.backend_agg
+            import matplotlib.figure  # noqa: F401 - used by name where it is drawn
+
+            collection.settle()
 
 
 def finite_losses(state: RunState) -> NDArray[np.float64]:
@@ -137,6 +150,7 @@ def _style(axes: Axes, state: RunState, log: bool) -> None:
         axes.set_yscale("log", nonpositive="mask")
     else:
         leave_out_first_spikes(axes, finite)
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.10g}")
     axes.set_xlim(0 if state.train_curve.x and state.train_curve.x[0] < 0.1 * state.train_curve.x[-1] else None)
     axes.set_xlabel("step" if not log or finite.min() > 0 else "step (losses that are not positive are left out)", labelpad=2, fontsize=8.5, **TEXT)
     if axes.get_legend_handles_labels()[0]:

@@ -135,10 +135,7 @@ class Follower(threading.Thread):
         idle_since: float | None = None
         while not self._stop_asked.is_set():
             ended = self._ended()
-            read = self._read()
-            changed = read or changed
-            if not read:
-                self.caught_up.set()
+            changed = self._read() or changed
             if ended:
                 self._drain()
                 return
@@ -186,8 +183,11 @@ class Follower(threading.Thread):
             with self._fold_lock:
                 _fold(self._state, events)
                 self._snapshot = None
-            if len(events) < BACKLOG or time.monotonic() > until:
+            if len(events) < BACKLOG:
                 break
+            if time.monotonic() > until:
+                return read
+        self.caught_up.set()  # a run of many ranks writes something between any two looks at it
         return read
 
     def _poll(self) -> list[Event]:

@@ -33,7 +33,7 @@ class LogTabs:
         self._lock = threading.RLock()  # the tabs may select one while they grow
         self._pages: list[ipywidgets.HTML] = []
         self._nproc = 0
-        self.tab = kit.make(ipywidgets.Tab, "nb-full")
+        self.tab = kit.make(ipywidgets.Tab, "nb-logs")
         self._grow(nproc)
         self._selected = 0
         self._tail = self._open(0)
@@ -64,7 +64,7 @@ class LogTabs:
     def _open(self, index: int) -> Tail:
         if index == 0:
             return Tail(self._run_dir.log(0), PRINTED_LINES)
-        return Tail(self._run_dir.log(index - 1), LOG_LINES, omit=None)
+        return Tail(self._run_dir.log(index - 1), LOG_LINES, omit=())
 
     def _content(self) -> str:
         text = self._tail.html(LIMIT)

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError, NbddpError, RunFailed, WorkerLost
 from nbddp.failure import Failure
+from nbddp.kernel import collection
 from nbddp.kernel.ancestry import Ancestry
 from nbddp.kernel.follow import Follower
 from nbddp.kernel.history import History
+from nbddp.kernel.tail import Tail
 from nbddp.kernel.trained import Trained
+from nbddp.kernel.view import in_kernel
 from nbddp.launch import local
 from nbddp.launch.stacks import stacks
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
+    from nbddp.kernel.advice_list import AdviceList
     from nbddp.kernel.card import Card
     from nbddp.launch.local import Supervised
     from nbddp.rundir import RunDir
@@ -45,19 +49,18 @@ class Run(Trained):
     """
 
     def __init__(self, run_dir: RunDir, *, supervised: Supervised | None = None, model: nn.Module | None = None, blocking: bool = False) -> None:
-        spec = run_dir.read_spec()
-        if spec is None:
-            message = f"{run_dir.path} is not a run directory: it has no readable spec.json"
-            raise ConfigError(message)
+        spec = run_dir.opened_spec()
         super().__init__(run_dir, spec, model)
         self._supervised = supervised
         self.id, self.dir = run_dir.id, run_dir.path
-        self.config = TrainConfig(**spec["config"])
+        self.config = _config(run_dir, spec)
         self.parent: str | None = spec.get("parent")
         self._joined: History | None = None
         self._follower = Follower(run_dir, self._settle, None if supervised is None else supervised.alive, niced=blocking)
         self._result: dict[str, Any] | None = None
         self._follower.add_listener(self._remember_end)
+        if in_kernel():
+            collection.ahead()
         self._follower.start()
         self._follower.caught_up.wait(CATCH_UP_S)
 
@@ -74,7 +77,7 @@ class Run(Trained):
         if result is not None:
             return str(result["state"])
         state = self._follower.state
-        lost = self._follower.done.is_set() and not state.done and not self.dir.is_dir()
+        lost = self._follower.done.is_set() and not state.done and (not self.dir.is_dir() or self._files.ended)
         return "failed" if lost else state.state
 
     @property
@@ -84,11 +87,13 @@ class Run(Trained):
         error: NbddpError
         if result is None and self.state == "failed" and not self.dir.is_dir():
             error = WorkerLost(f"the run directory {self.dir} was deleted while the run went on")
+        elif result is None and self._files.ended:
+            return self._files.unreadable(self._files.damage or "result.json changed while it was read")
         elif result is None or not result.get("error"):
             return None
         else:
             failure = Failure.from_json(result["error"])
-            error = failure.to_exception([] if failure.rank is None else self.log(failure.rank).splitlines()[-LOG_TAIL:])
+            error = failure.to_exception([] if failure.rank is None else self._last_lines(failure.rank))
         if isinstance(error, RunFailed):
             error.run = self
         return error
@@ -97,7 +102,7 @@ class Run(Trained):
     def duration_s(self) -> float:
         """Seconds from the start of the cell to the end of the run, or until now."""
         line = self.timeline
-        return float(line["finished"] or time.time()) - float(line["requested"])
+        return max(0.0, float(line["finished"] or time.time()) - float(line["requested"]))
 
     @property
     def timeline(self) -> dict[str, Any]:
@@ -106,7 +111,7 @@ class Run(Trained):
         times = self._spec["times"]
         return {
             "requested": times["requested"],
-            "bundled": times["bundled"],
+            "bundled": times.get("bundled"),
             "launched": state.launched_time,
             "first_step": state.first_step_time,
             "finished": None if result is None else result["time"],
@@ -125,12 +130,31 @@ class Run(Trained):
         """One entry per epoch: epoch, step, stage, loss, duration_s, val_loss and whatever else was recorded of it."""
         return self._history.epochs
 
+    @property
+    def advice(self) -> AdviceList:
+        """What would make a run like this one quicker, or better, by its steps so far; each with the option to write, if one helps."""
+        from nbddp.advice import advise
+        from nbddp.kernel.advice_list import AdviceList
+
+        return AdviceList(advise(self._follower.state, self.config))
+
     def log(self, rank: int | None = 0) -> str:
-        """Everything that a rank printed; `rank=None` is the supervisor."""
+        """Everything that a rank printed; `rank=None` is the supervisor.
+
+        Raises:
+            ConfigError: for a rank that there is none of.
+        """
+        ranks = self._ranks()
+        if rank is not None and (isinstance(rank, bool) or rank not in ranks):
+            known = f"0 to {max(ranks)}" if len(ranks) > 2 and ranks == list(range(len(ranks))) else " and ".join(map(str, ranks))
+            message = f"run {self.id} has no rank {rank!r}: there {'is' if len(ranks) == 1 else 'are'} {known}; None is the supervisor"
+            raise ConfigError(message)
+        path = self._files.log(rank)
         try:
-            return self._files.log(rank).read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return ""
+            return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        except OSError as error:
+            damage = f"logs/{path.name} can't be read: {error.strerror}"
+            raise self._files.unreadable(damage) from None
 
     def stacks(self) -> Stacks:
         """Where each live rank is right now: its Python stacks, by rank."""
@@ -146,6 +170,7 @@ class Run(Trained):
             TimeoutError: after `timeout` seconds.
         """
         if not self._follower.done.wait(timeout):
+            assert timeout is not None
             message = f"run {self.id} goes on after {timeout:g} s"
             raise TimeoutError(message)
         if (error := self.error) is not None:
@@ -156,7 +181,7 @@ class Run(Trained):
 
     def stop(self) -> None:
         """Ask all ranks to stop at the same step, with a checkpoint. Returns at once; `wait` waits."""
-        if self._files.read_result() is None:
+        if not self._files.ended:
             with contextlib.suppress(FileNotFoundError):  # the directory was deleted, upon which the supervisor ends the run
                 self._files.ask("stop")
 
@@ -183,7 +208,7 @@ class Run(Trained):
         from nbddp.kernel.stopping import stopping_of
         from nbddp.kernel.view import open_view
 
-        if self._files.read_result() is not None:
+        if self._files.ended:
             self._follower.done.wait()  # it has only to read what is there
         if self._follower.done.is_set():
             return self.card()
@@ -230,6 +255,15 @@ class Run(Trained):
     def follower(self) -> Follower:
         return self._follower
 
+    def _ranks(self) -> list[int]:
+        """Those that were planned, or have printed something."""
+        nproc = self._spec.get("plan", {}).get("nproc") or max(self._follower.state.ranks, default=0) + 1
+        return sorted({*range(nproc), *(int(path.stem[5:]) for path in self._files.logs.glob("rank-?????.log") if path.stem[5:].isdecimal())})
+
+    def _last_lines(self, rank: int) -> list[str]:
+        """The last lines that a rank printed, as a terminal would show them."""
+        return Tail(self._files.log(rank), LOG_TAIL, omit=()).lines()
+
     def _remember_end(self, state: RunState) -> None:
         if state.done:
             self._read_result()
@@ -245,6 +279,14 @@ class Run(Trained):
             self._supervised.settle()
         else:
             local.settle(self._files)
+
+
+def _config(run_dir: RunDir, spec: dict[str, Any]) -> TrainConfig:
+    try:
+        return TrainConfig(**spec["config"])
+    except ConfigError as error:
+        damage = f"spec.json: config: {error}, and may be of another version of nbddp"
+        raise run_dir.unreadable(damage) from None
 
 
 class Stacks(dict[int, str]):

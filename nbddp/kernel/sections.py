@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 from nbddp.kernel import markup
 from nbddp.kernel.text import clock_text, count_text, rate_text, seconds_text, value_text
-from nbddp.tabular import FONT, NUMBERS, html_table
+from nbddp.tabular import FONT, NUMBERS
 from nbddp.window import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbddp.advice import Advice
-    from nbddp.state import RankState, Report, RunState
+    from nbddp.state import RunState
+    from nbddp.window import Block
 
 NOTES = 3
 MOST_ROWS = 16
+MOST_VALUES = 6
 
 
 def head(state: RunState, *, title: str, run: str, plan_line: str, elapsed_s: float) -> str:
@@ -40,59 +42,62 @@ def head(state: RunState, *, title: str, run: str, plan_line: str, elapsed_s: fl
 def progress_text(state: RunState) -> str:
     """How far the run is, and how long it will take."""
     parts = []
-    if state.progress is not None and state.step:
+    if state.progress is not None and state.newest_step:
         parts.append(f"{math.floor(100 * state.progress)} %")
     if state.phase not in ("training", state.state):
         parts.append(state.phase)
-    if state.step:
+    if state.newest_step:
         epochs = state.plan.get("epochs")
-        parts.append(f"epoch {state.epoch}" + (f" of {epochs}" if epochs else ""))
-        parts.append(f"step {count_text(state.step)}" + (f" of {count_text(state.total_steps)}" if state.total_steps else ""))
+        parts.append(f"epoch {state.newest_epoch}" + (f" of {epochs}" if epochs else ""))
+        parts.append(f"step {count_text(state.newest_step)}" + (f" of {count_text(state.total_steps)}" if state.total_steps else ""))
         if state.eta_s is not None:
             parts.append(f"{clock_text(state.eta_s)} to go")
     return " · ".join(parts) or "starting the ranks"
 
 
 def figures(state: RunState) -> str:
-    """Loss, validation loss, throughput and learning rate; the times of the log line."""
+    """Loss, validation loss, throughput and learning rate, and what else was recorded."""
     if not state.step:
         return ""
     report = state.report
     shown = [markup.tile("loss", value_text(report.loss), f"epoch mean {value_text(report.epoch_loss)}")]
-    if "val_loss" in state.validated:
-        lowest = state.lowest.get("val_loss")
-        aside = f"lowest {value_text(lowest.value)}, epoch {lowest.epoch}" if lowest else ""
-        shown.append(markup.tile("val_loss", value_text(state.validated["val_loss"]), aside))
+    recorded = {**state.validated, **(state.epochs[-1].values if state.epochs else {})}
+    for name, value in sorted(recorded.items(), key=lambda item: item[0] != "val_loss")[:MOST_VALUES]:
+        lowest = state.lowest.get("val_loss") if name == "val_loss" else None
+        shown.append(markup.tile(name, value_text(value), f"lowest {value_text(lowest.value)}, epoch {lowest.epoch}" if lowest else ""))
     if state.samples_per_s:
         shown.append(markup.tile("samples/s", rate_text(state.samples_per_s), f"{rate_text(state.steps_per_s)} steps/s"))
     if math.isfinite(state.lr):
         shown.append(markup.tile("lr", f"{state.lr:.3g}"))
-    return markup.div(markup.tiles(shown) + _times(report, several=len(state.ranks) > 1), FONT)
+    return markup.div(markup.tiles(shown), FONT)
 
 
-def _times(report: Report, *, several: bool) -> str:
-    rows = [("data", report.data_s, report.mean_data_s), ("network", report.network_s, report.mean_network_s)]
-    if several:
-        rows.append(("aggregation (waiting)", report.aggregation_s, report.mean_aggregation_s))
-    cells = [(escape(name), seconds_text(now), seconds_text(mean)) for name, now, mean in rows]
-    return html_table(("time of a step", "now", "epoch mean"), cells)
+def advice(said: Sequence[Advice]) -> str:
+    """What could be faster."""
+    return markup.div(markup.heading("Advice") + markup.advice(said), FONT) if said else ""
 
 
-def timings(state: RunState, advice: Sequence[Advice]) -> str:
-    """Where each step's time goes, now and in the recent past; the ranks; what could be faster."""
+def timings(state: RunState) -> str:
+    """Where each step's time goes, now and in the recent past; the ranks."""
     parts = []
-    if advice:
-        parts += [markup.heading("Advice"), markup.advice(advice)]
-    recent = state.recent_phases_s
-    if any(recent.values()):
-        bars = markup.window_bars(state.window) if state.window.blocks else markup.phase_bar(recent)
-        parts += [markup.heading(f"Where a step's {seconds_text(sum(recent.values()))} go", markup.slowest_text(state)), bars, markup.phase_legend(recent)]
+    recent = state.window.recent
+    if recent.times_s:
+        parts += [_where(state, recent)]
     if state.ranks:
-        shown = sorted(state.ranks.values(), key=_own_s, reverse=True)[:MOST_ROWS]
+        shown = sorted(state.ranks.values(), key=lambda row: recent.rank_s(row.rank, *OWN), reverse=True)[:MOST_ROWS]
         aside = f"the {MOST_ROWS} of {len(state.ranks)} that work longest for a step" if len(state.ranks) > MOST_ROWS else ""
-        parts += [markup.heading("Ranks", aside), markup.rank_table(sorted(shown, key=lambda row: row.rank), markup.slowest_rank(state))]
+        parts += [markup.heading("Ranks", aside), markup.rank_table(sorted(shown, key=lambda row: row.rank), recent)]
     return markup.div("".join(parts), FONT) if parts else ""
 
 
-def _own_s(row: RankState) -> float:
-    return sum(row.times_s.get(phase, 0.0) for phase in OWN)
+def _where(state: RunState, recent: Block) -> str:
+    """The phases of the recent steps: heading, bars and table are of the same steps, the warm-up left out."""
+    total = state.window.total
+    columns = {f"last {count_text(recent.steps)} steps": recent.times_s}
+    if total.steps > recent.steps:
+        columns[f"all {count_text(total.steps)}" + (" of this stage" if len(state.stages) > 1 else "")] = total.times_s
+    slowest = markup.slowest_text(recent.slowest, recent.wait_s / recent.steps) if len(recent.ranks_s) > 1 else ""
+    bars = markup.div(markup.window_bars(state.window), "flex:1 1 420px;min-width:0")
+    table = markup.div(markup.phase_table(columns), "flex:0 1 auto;min-width:0")
+    both = markup.div(bars + table, "display:flex;flex-wrap:wrap;gap:6px 28px;align-items:flex-start")
+    return markup.heading(f"Where a step's {seconds_text(recent.step_s)} go", slowest) + both

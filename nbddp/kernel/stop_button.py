@@ -47,7 +47,7 @@ class StopButton:
         self.button = kit.make(ipywidgets.Button, "nb-stop", description=LABELS[self._stage], tooltip=MEANINGS[self._stage])
         hear(self.button)
         self.button.on_click(self._pressed)
-        self.said = kit.html("nb-full", HIDDEN)
+        self.said = kit.html("nb-said", HIDDEN)
         stopping.add_listener(self._show)
 
     def update(self) -> None:

@@ -15,19 +15,30 @@ _DARK = (
     *("#9aa4ae", "#ffa198", "#7ee787", "#f2cc60", "#a5d6ff", "#e2c5ff", "#a0f0f8", "#ffffff"),
 )
 _LAYOUT = """
-.nbddp-view.widget-box { display: flex; flex-direction: column; align-items: stretch; width: 100%; max-width: 1080px; padding: 2px 0; overflow: hidden; }
+.nbddp-view.widget-box { container-type: inline-size; display: block; width: 100%; max-width: 1080px; margin: 0; padding: 2px 0; overflow: hidden; }
 .nbddp-view .nb-hidden { display: none !important; }
-.nbddp-view .nb-row { display: flex; flex-flow: row wrap; align-items: flex-start; gap: 4px 20px; width: 100%; overflow: hidden; }
-.nbddp-view .nb-full { width: 100%; margin: 0; min-width: 0; }
-.nbddp-view .nb-half { flex: 1 1 300px; min-width: 0; margin: 0; }
-.nbddp-view .nb-curve { display: flex; flex-direction: column; flex: 1 1 400px; min-width: 0; max-width: 640px; overflow: hidden; }
-.nbddp-view .nb-curve > .nb-row { align-items: center; }
+.nbddp-view .nb-grid { display: grid; gap: 6px 28px; width: 100%; margin: 0; overflow: hidden; align-items: start;
+  grid-template: "head" "stop" "said" "curve" "figures" "timings" "logs" / minmax(0, 1fr); }
+.nbddp-view .nb-text, .nbddp-view .nb-text > .widget-html-content { display: contents; }
+.nbddp-view .nb-head { grid-area: head; } .nbddp-view .nb-figures { grid-area: figures; } .nbddp-view .nb-timings { grid-area: timings; }
+.nbddp-view .nb-stop { grid-area: stop; } .nbddp-view .nb-said { grid-area: said; }
+.nbddp-view .nb-curve { grid-area: curve; } .nbddp-view .nb-logs { grid-area: logs; }
+@container (min-width: 500px) {
+  .nbddp-view .nb-grid { grid-template: "head stop" "said said" "curve curve" "figures figures" "timings timings" "logs logs" / minmax(0, 1fr) auto; }
+}
+@container (min-width: 720px) {
+  .nbddp-view .nb-grid { grid-template: "head head stop" "said said said" "curve figures figures" "timings timings timings" "logs logs logs"
+    / minmax(0, 3fr) minmax(0, 2fr) auto; }
+}
+.nbddp-view .nb-head, .nbddp-view .nb-figures, .nbddp-view .nb-timings, .nbddp-view .nb-said, .nbddp-view .nb-picture { width: auto; min-width: 0; margin: 0; }
+.nbddp-view .nb-curve { display: flex; flex-direction: column; min-width: 0; width: auto; max-width: 760px; margin: 0; overflow: hidden; }
+.nbddp-view .nb-row { display: flex; flex-flow: row wrap; align-items: center; gap: 4px 20px; width: 100%; margin: 0; overflow: hidden; }
 .nbddp-view .nb-fit { width: auto; margin: 0; }
-.nbddp-view .nb-stop { width: auto; max-width: 100%; margin: 0 0 0 auto; padding: 0 12px; }
+.nbddp-view .nb-stop { justify-self: end; width: auto; max-width: 100%; margin: 0; padding: 0 12px; }
 .nbddp-view .widget-html, .nbddp-view .widget-html-content { min-width: 0; max-width: 100%; }
 .nbddp-view .widget-checkbox label { display: flex; align-items: center; }
 .nbddp-view .widget-checkbox input { margin: 0 6px 0 0; }
-.nbddp-view .widget-tab { margin: 10px 0 0; }
+.nbddp-view .nb-logs { width: auto; min-width: 0; margin: 6px 0 0; }
 .nbddp-view .widget-tab .lm-TabBar-content { flex-wrap: wrap; }
 .nbddp-view .widget-tab .lm-TabBar-tab { flex: 0 1 auto !important; min-width: 0; padding: 0 12px; color: var(--jp-ui-font-color1) !important; }
 .nbddp-view .widget-tab .widget-tab-contents { padding: 4px 8px; min-height: 0; }

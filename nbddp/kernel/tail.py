@@ -13,7 +13,8 @@ from nbddp.kernel.ansi import Screen
 if TYPE_CHECKING:
     from pathlib import Path
 
-LOG_LINE = "Train Epoch:"
+OURS = ("Train Epoch:", "Validation Epoch:", "Process group initialised:")
+"""How the lines begin that the ranks write by themselves."""
 CHUNK = 1 << 16
 LONGEST = 400
 
@@ -33,10 +34,10 @@ class Tail:
     Args:
         path: the file; it may not be there yet.
         lines: how many to keep.
-        omit: complete lines that begin with it are left out; default: the log lines, which are drawn as a curve.
+        omit: complete lines that begin with one of these are left out; default: those that the user's code did not print.
     """
 
-    def __init__(self, path: Path, lines: int = 10, *, omit: str | None = LOG_LINE) -> None:
+    def __init__(self, path: Path, lines: int = 10, *, omit: tuple[str, ...] = OURS) -> None:
         self._path = path
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

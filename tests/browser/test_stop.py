@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
+from nbconvert import HTMLExporter
 
 from support.example import ALONE, ENDLESS, STEP
 
@@ -72,6 +73,33 @@ def test_the_first_press_stops_in_order(lab: Lab, background: bool) -> None:
     book.run_cell(2)
     book.output("state: stopped")
     assert book.page.get_by_text("net: epoch").first.is_visible()
+
+
+def test_after_a_reload_while_the_cell_blocks_the_view_is_back_and_its_button_works(lab: Lab) -> None:
+    book = training(lab, ENDLESS, STEP)
+    book.page.get_by_role("button", name=ASK, exact=True).wait_for()
+    book.save()
+    again = lab.reopen(idle=False)
+    page = again.page
+    page.get_by_role("button", name=ASK, exact=True).wait_for(timeout=30_000)
+    progress = page.get_by_text(re.compile(r"epoch \d+.* step [\d,]+"))
+    before = progress.inner_text()
+    page.wait_for_function("old => !document.body.innerText.includes(old)", arg=before, timeout=15_000)  # it goes on
+    assert page.get_by_text("Loading widget").count() == 0
+    again.screenshot("view-reloaded-while-the-cell-blocks", of=page.locator(".nbddp-view"))
+    press(again, ASK, None)
+    card = again.output("stopped as asked")
+    attach = re.search(r"%ddp_attach [\w-]+", card.inner_text())
+    assert attach is not None
+    again.screenshot("card-reloaded-while-the-cell-blocked", of=card)
+    again.run_cell(2)
+    again.output("state: stopped")
+    saved = again.save()
+    (shown,) = [output for output in saved.cells[1].outputs if "data" in output]
+    assert attach.group() in shown.data["text/html"]  # what is seen of it without a kernel
+    exported, _ = HTMLExporter().from_notebook_node(saved)
+    assert "Loading widget" not in exported
+    assert attach.group() in exported
 
 
 def test_the_second_press_shows_where_the_ranks_are_and_terminates(lab: Lab) -> None:

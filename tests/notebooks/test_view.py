@@ -74,7 +74,7 @@ def test_a_run_is_shown_while_it_goes_on_and_its_card_afterwards(notebook: Calla
     kernel.run(SETUP, check=True)
     assert kernel.eval("in_kernel()") is True
     cell = kernel.start(WATCH)
-    parts = ["running", "step 500 of 3,900", "epoch 2 of 10", "to go", "val_loss", "samples/s", "aggregation (waiting)", "rank 1 is the slowest", "412 MiB"]
+    parts = ["running", "step 500 of 3,900", "epoch 2 of 10", "to go", "val_loss", "samples/s", "a step", "rank 1 is the slowest", "412 MiB"]
     parts += ["printed by rank 0 &lt;b&gt;"]
     kernel.until(lambda: all(part in html(kernel.widgets) for part in parts))
     assert [WIDGET in output["data"] for output in cell.outputs] == [True]
@@ -179,6 +179,59 @@ finish(run, follower, view)
         # Besides, the curve appears and its axis follows the losses, once each.
         assert len(second) <= 4 + 2 * (begin < 2)
         assert sum(second) <= 60_000
+
+
+BLOCKING = """
+run = FakeRun(Path("nbddp_runs"))
+writer = threading.Thread(target=write, args=(run, Path("gate")))
+writer.start()
+follower = Follower(run.run_dir, lambda: None)
+view = open_view(run.run_dir, follower.state, plan_line=PLAN_LINE, blocking=True)
+follower.add_listener(view.update)
+follower.start()
+finish(run, follower, view)
+writer.join()
+"""
+
+
+def test_a_page_that_is_opened_while_the_cell_blocks_gets_the_widgets(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+    kernel = notebook()
+    kernel.run(SETUP, check=True)
+    cell = kernel.start(BLOCKING)
+    kernel.until(lambda: "step 500 of 3,900" in html(kernel.widgets))
+    with kernel.another_client() as page:
+
+        def ask(kind: str, content: dict[str, Any], **metadata: str) -> str:
+            message = page.session.msg(kind, content, metadata=metadata)
+            page.shell_channel.send(message)
+            return str(message["header"]["msg_id"])
+
+        asked = [ask("kernel_info_request", {}), ask("comm_info_request", {"target_name": "jupyter.widget"})]
+        replies = [page.get_shell_msg(timeout=10) for _ in asked]
+        assert [reply["parent_header"]["msg_id"] for reply in replies] == asked
+        assert replies[0]["content"]["implementation"] == "ipython"
+        assert set(replies[1]["content"]["comms"]) >= set(kernel.widgets)
+        ask("comm_open", {"comm_id": "mine", "target_name": "jupyter.widget.control", "data": {}}, version="1.0.0")
+        ask("comm_msg", {"comm_id": "mine", "data": {"method": "request_states"}})
+        idle, states = set(), None
+        while states is None or not set(asked) <= idle:
+            message = page.get_iopub_msg(timeout=10)
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                idle.add(message["parent_header"]["msg_id"])
+            if message["msg_type"] == "comm_msg" and message["content"]["comm_id"] == "mine":
+                states = message["content"]["data"]["states"]
+        assert set(states) >= set(kernel.widgets)
+        assert "step 500 of 3,900" in html({key: {**state["state"], "_model_name": state["model_name"]} for key, state in states.items()})
+        assert not cell.done
+
+        waiting = ask("execute_request", {"code": "'after the cell'", "silent": False, "user_expressions": {}, "allow_stdin": False})
+        (tmp_path / "gate").touch()
+        kernel.wait()
+        assert cell.error is None
+        assert page.get_shell_msg(timeout=10)["parent_header"]["msg_id"] == waiting  # whatever else came meanwhile is not lost
+        asked = [ask("kernel_info_request", {})]
+        assert page.get_shell_msg(timeout=10)["parent_header"]["msg_id"] == asked[0]
+    assert kernel.eval("get_ipython().kernel.shell_stream._recv_callback.__name__") == kernel.eval("get_ipython().kernel.shell_channel_thread_main.__name__")
 
 
 def test_an_executed_notebook_holds_the_card_and_little_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

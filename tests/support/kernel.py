@@ -13,6 +13,7 @@ import re
 import secrets
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,8 +22,10 @@ from jupyter_client.manager import KernelManager
 from support import processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from jupyter_client.blocking.client import BlockingKernelClient
 
 MARK = "NBDDP_TEST_KERNEL"
 ENDING_S = 10.0
@@ -202,6 +205,17 @@ class Notebook:
         self._client.shell_channel.send(self._client.session.msg("comm_msg", {"comm_id": comm_id, "data": data}))
 
     # -- the end
+
+    @contextmanager
+    def another_client(self) -> Iterator[BlockingKernelClient]:
+        """A second connection to the kernel, as of a page that is opened now; nothing is asked yet."""
+        client = self._manager.blocking_client()
+        client.session = type(client.session)(key=client.session.key, signature_scheme=client.session.signature_scheme)
+        client.start_channels()
+        try:
+            yield client
+        finally:
+            client.stop_channels()
 
     def processes(self) -> processes.Processes:
         """Return what runs of this kernel's session and of everything that was started from it, the kernel included."""

@@ -118,7 +118,7 @@ def test_the_newest_lines_fit_the_limit() -> None:
 
 
 def test_lines_that_are_omitted_vanish_when_they_are_complete() -> None:
-    screen = Screen(5, width=80, omit="Train")
+    screen = Screen(5, width=80, omit=("Train",))
     for text, shown in [("one\nTra", ["one", "Tra"]), ("in 1", ["one"]), ("\n", ["one"]), ("two", ["one", "two"]), ("\nTrain 2\n", ["one", "two"])]:
         screen.feed(text)
         assert screen.lines() == shown

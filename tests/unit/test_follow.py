@@ -175,7 +175,7 @@ def test_a_run_that_nobody_works_on_is_settled_once(tmp_path: Path, follow: Call
 
     def settle() -> None:
         settled.append(time.monotonic())
-        run.run_dir.write_result({"state": "failed", "time": 5.0, "error": {"rank": None}})
+        run.run_dir.write_result({"state": "failed", "time": 5.0, "error": {"kind": "WorkerLost", "message": "gone", "rank": None}})
 
     began = time.monotonic()
     follower = follow(run.run_dir, settle)
@@ -202,7 +202,7 @@ def test_a_result_without_a_last_word_ends_the_run_when_the_supervisor_is_gone(t
     run = FakeRun(tmp_path)
     run.start()
     run.train(50)
-    run.run_dir.write_result({"state": "stopped"})
+    run.run_dir.write_result({"state": "stopped", "time": 5.0})
     follower = follow(run.run_dir)
     assert not follower.done.wait(0.5)  # its supervisor, this process, may still write
     run.run_dir.write_supervisor(no_process())

@@ -227,6 +227,19 @@ def test_a_terminal_state_stays_when_late_events_come() -> None:
     assert state.state == "failed"
 
 
+def test_the_last_word_tells_of_steps_without_a_report_and_how_it_came_to_the_end() -> None:
+    state = RunState()
+    state.fold(steps_event(1, 16))
+    state.fold(event("stopping", reason="asked", text="stopped as asked"))
+    state.fold(event("exited", rank=-1, state="stopped", step=20, epoch=2, stop_reason="terminated"))
+    assert (state.step, state.epoch, state.stop_reason, state.stop_text) == (20, 2, "terminated", "terminated")
+    state = RunState()
+    state.fold(steps_event(1, 16))
+    state.fold(event("stopping", reason="asked", text="stopped as asked"))
+    state.fold(event("exited", rank=-1, state="stopped", step=16, epoch=1, stop_reason="asked"))
+    assert (state.step, state.epoch, state.stop_text) == (16, 1, "stopped as asked")
+
+
 def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.start()
