@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, small_png_of, smooth
+from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, small_png_of, smooth, whole_ticks
 from nbddp.kernel.losses import AXES, TIME
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.5), (1, 1.3), (6, 1.5, 1, 1.5
 WIDTH_IN, HEIGHT_IN, LINE_IN = 8.4, 2.9, 0.165
 DPI = 150
 LETTER_IN = 0.072
+TICK_IN, SHORT = 0.078, 5
+"""Width of a letter of a number at the vertical axis, and letters that it has room for anyway."""
 LONGEST = 64
 """Letters of a label."""
 FAINT = 6
@@ -114,6 +116,10 @@ def comparison_figure(curves: Sequence[Losses], labels: Sequence[str], axis: Axi
         _scale(axes[0], (curve.loss for curve in curves))
         if panels == 2:
             _scale(axes[1], (curve.val_loss for curve in curves))
+        longest = max(whole_ticks(panel) for panel in axes)
+        if longest > SHORT:
+            room = (longest - SHORT) * TICK_IN / WIDTH_IN
+            figure.subplots_adjust(left=space["left"] + room, wspace=space["wspace"] + 2.4 * room)
         _legend(figure, [Look.of(index) for index in range(len(labels))], labels, columns, height)
     return figure
 

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from nbddp.kernel.drawing import smooth, spikeless
-from nbddp.kernel.figure import SMOOTHING, TRAIN, VAL, finite_losses, has_losses, wants_log
+from nbddp.kernel.drawing import smooth, spikeless, tick_texts
+from nbddp.kernel.figure import SMOOTHING, TRAIN, VAL, finite_losses, has_losses, step_text, wants_log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,8 @@ def loss_plot(state: RunState, *, log: bool | None = None, smoothing: float = SM
     if not has_losses(state):
         return None
     finite = finite_losses(state)
-    log = (wants_log(state) if log is None else log) and bool((finite > 0).any())
+    asked = wants_log(state) if log is None else log
+    log = asked and bool((finite > 0).any())
     axes = _Axes(state, _span(finite[finite > 0] if log else finite, log=log), log=log)
     stages = _Stages(state, axes)
     places = _places(state.val_curve, axes)
@@ -84,7 +85,7 @@ def loss_plot(state: RunState, *, log: bool | None = None, smoothing: float = SM
         svg=f"<svg xmlns='http://www.w3.org/2000/svg' {frame}><style>path{{vector-effect:non-scaling-stroke;fill:none}}</style>{''.join(body)}</svg>",
         across=axes.across(),
         down=axes.down(),
-        axis="step (losses that are not positive are left out)" if log and finite.min() <= 0 else "step",
+        axis=step_text(finite, log=asked),
         stages=stages.names(),
         widths=stages.widths(),
         lines=[("loss", TRAIN)] * bool(state.train_curve.y) + [("val_loss", VAL)] * bool(state.val_curve.y),
@@ -142,7 +143,8 @@ class _Axes:
 
     def down(self) -> list[Label]:
         ticks = self._y_ticks()
-        return [(at / HEIGHT, f"{tick:.4g}") for tick, at in zip(ticks, self.y(ticks).tolist(), strict=True)]
+        texts = [f"{tick:g}" for tick in ticks] if self._log else tick_texts(ticks)
+        return [(at / HEIGHT, text) for text, at in zip(texts, self.y(ticks).tolist(), strict=True)]
 
     def _x_ticks(self) -> list[float]:
         return [tick for tick in _even(self._x0, self._x1) if tick == int(tick)]

@@ -1,6 +1,6 @@
 """What all pictures of losses have in common: how they look, how they are smoothed and written as PNG, and that one is drawn at a time.
 
-Runs in the kernel, in whichever thread draws. matplotlib is only used by way of its objects here, never imported.
+Runs in the kernel, in whichever thread draws. matplotlib is imported where it is drawn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
@@ -65,6 +67,41 @@ def plain(axes: Axes) -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GREY)
         spine.set_linewidth(0.7)
+
+
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """What stands at ticks: each whole, and with as few digits as tell them apart, also where they are alike in their first ones."""
+    values = np.asarray(ticks, dtype=float)
+    apart = float(np.abs(np.diff(values)).min()) if len(values) > 1 else 0.0
+    shown = [0.0 if abs(tick) < 1e-6 * apart else tick for tick in values.tolist()]  # zero, but for rounding
+    texts = []
+    for digits in range(4, 18):
+        texts = [f"{tick:.{digits}g}" for tick in shown]
+        if all(abs(float(text) - tick) <= 0.02 * apart for text, tick in zip(texts, shown, strict=True)):
+            break
+    return texts
+
+
+def whole_ticks(axes: Axes) -> int:
+    """Let no number at a linear vertical axis stand for a part of its value, as matplotlib's do beside an offset.
+
+    Returns:
+        The letters of the longest of them, with the limits as they are; 0 on a logarithmic axis.
+    """
+    if axes.get_yscale() == "log":
+        return 0
+    from matplotlib.ticker import Formatter
+
+    class Whole(Formatter):
+        def format_ticks(self, values: Sequence[float]) -> list[str]:
+            return tick_texts(values)
+
+        def __call__(self, value: float, _place: int | None = None) -> str:
+            return f"{value:.6g}"
+
+    axes.yaxis.set_major_formatter(Whole())
+    low, high = sorted(axes.get_ylim())
+    return max(map(len, tick_texts([tick for tick in axes.get_yticks() if low <= tick <= high])), default=0)
 
 
 def spikeless(finite: NDArray[np.float64]) -> tuple[float, float] | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbddp.kernel import collection
-from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, smooth
+from nbddp.kernel.drawing import GREY, LOG_RANGE, TEXT, leave_out_first_spikes, one_at_a_time, plain, png_of, smooth, whole_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +28,9 @@ SIZE_IN = (6.4, 2.5)
 DPI = 150
 SMOOTHING = 1 / 30
 """Default width of the mean that is drawn over the training loss, as a share of the curve."""
+LEFT, RIGHT = 0.085, 0.98
+TICK_ROOM, TICK_LETTER = 0.025, 0.0122
+"""Width of a letter of a number at the vertical axis and of what stands between numbers and axis, as shares of the figure."""
 LETTER = 0.0115
 """Width of a letter of a stage's name, as a share of the axis."""
 
@@ -78,12 +81,14 @@ def loss_figure(state: RunState, *, dpi: int = DPI, log: bool | None = None, smo
     figure = LossFigure(figsize=SIZE_IN, dpi=dpi, layout=None)
     FigureCanvasAgg(figure)
     figure.patch.set_alpha(0)
-    axes = figure.add_axes((0.085, 0.17, 0.895, 0.79))
+    axes = figure.add_axes((LEFT, 0.17, RIGHT - LEFT, 0.79))
     plain(axes)
     _stages(axes, state)
     _train(axes, state.train_curve, smoothing)
     _validation(axes, state.val_curve)
     _style(axes, state, wants_log(state) if log is None else log)
+    left = max(LEFT, TICK_ROOM + TICK_LETTER * whole_ticks(axes))
+    axes.set_position((left, 0.17, RIGHT - left, 0.79))
     return figure
 
 
@@ -105,6 +110,13 @@ def _import_matplotlib() -> None:
 def finite_losses(state: RunState) -> NDArray[np.float64]:
     """The values of both curves that are finite."""
     return np.asarray([value for curve in (state.train_curve, state.val_curve) for value in curve.y if math.isfinite(value)])
+
+
+def step_text(finite: NDArray[np.float64], *, log: bool) -> str:
+    """What the horizontal axis is; with a logarithmic one for the loss, also what that can't show."""
+    if not log or finite.min() > 0:
+        return "step"
+    return "step (losses that are not positive are left out)" if finite.max() > 0 else "step (no loss is positive: a linear scale)"
 
 
 def _stages(axes: Axes, state: RunState) -> None:
@@ -145,14 +157,13 @@ def _validation(axes: Axes, curve: Curve) -> None:
 
 def _style(axes: Axes, state: RunState, log: bool) -> None:
     finite = finite_losses(state)
-    log = log and bool((finite > 0).any())  # else there is nothing that such an axis could show
-    if log:
+    if log and (finite > 0).any():
         axes.set_yscale("log", nonpositive="mask")
     else:
         leave_out_first_spikes(axes, finite)
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.10g}")
     axes.set_xlim(0 if state.train_curve.x and state.train_curve.x[0] < 0.1 * state.train_curve.x[-1] else None)
-    axes.set_xlabel("step" if not log or finite.min() > 0 else "step (losses that are not positive are left out)", labelpad=2, fontsize=8.5, **TEXT)
+    axes.set_xlabel(step_text(finite, log=log), labelpad=2, fontsize=8.5, **TEXT)
     if axes.get_legend_handles_labels()[0]:
         top = 1.0 if len(state.stages) < 2 else 0.92  # below the names of the stages
         axes.legend(loc="upper right", bbox_to_anchor=(1.0, top), frameon=False, fontsize=9, labelcolor="linecolor", handlelength=1.2, borderaxespad=0.1)

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
+from nbddp.kernel.drawing import tick_texts
 from nbddp.kernel.figure import DPI, SIZE_IN, loss_figure, loss_png, wants_log
 from nbddp.state import RunState, StageRecord
 
@@ -159,6 +162,7 @@ def test_a_logarithmic_axis_says_what_it_leaves_out() -> None:
     assert "not positive" in loss_figure(state_of([1.0, -1.0, 2.0]), log=True).axes[0].get_xlabel()
     assert loss_figure(state_of([1.0, 2.0]), log=True).axes[0].get_xlabel() == "step"
     none_positive = loss_figure(state_of([-1.0, -2.0, math.nan]), log=True)
+    assert "no loss is positive" in none_positive.axes[0].get_xlabel()
     assert axis_scale(none_positive) == "linear"
     assert loss_png(state_of([-1.0, -2.0]), log=True) is not None
 
@@ -175,3 +179,28 @@ def test_smoothing_is_the_width_of_the_mean() -> None:
         spreads.append(np.ptp(smooth.get_ydata()[50:-50]))
     assert spreads[1] < spreads[0] < 0.5
     assert len({loss_png(state, smoothing=smoothing) for smoothing in (0, 1 / 60, 1 / 10)}) == 3
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [[3.2e-6, 3.7e-6], [2.65e7, 2.95e7], [12345.0008, 12345.0016], [-3e-9, 4e-9], [0.2, 2.4]],
+    ids=["small", "large", "alike in their first digits", "around zero", "as usual"],
+)
+def test_numbers_at_the_axis_are_whole(losses: list[float]) -> None:
+    figure = loss_figure(state_of(losses), log=False)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    labels = {tick.get_loc(): tick.label1 for tick in axes.yaxis.get_major_ticks() if low <= tick.get_loc() <= high}
+    assert axes.yaxis.get_offset_text().get_text() == ""
+    assert all(float(label.get_text()) == pytest.approx(at, rel=1e-9, abs=1e-3 * (high - low)) for at, label in labels.items())
+    assert min(label.get_window_extent().x0 for label in labels.values()) >= 0
+
+
+@given(st.floats(-1e300, 1e300), st.floats(1e-3, 1e3), st.integers(2, 8))
+def test_texts_of_ticks_tell_them_apart(first: float, share: float, count: int) -> None:
+    distance = max(abs(first) * 1e-9, 1e-300) * share
+    ticks = [first + number * distance for number in range(count)]
+    texts = tick_texts(ticks)
+    assert len(set(texts)) == len(set(ticks))
+    assert all(abs(float(text) - tick) <= 0.03 * distance for text, tick in zip(texts, ticks, strict=True))
