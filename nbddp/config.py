@@ -262,7 +262,13 @@ def _by_field(values: Mapping[str, object]) -> dict[str, object]:
             message = f"{fields[field]} and {name} are the same option: give one of the two"
             raise ConfigError(message)
         fields[field] = name
-    return {field: values[name] for field, name in fields.items()}
+    return {field: None if _leaves_out(field, values[name]) else values[name] for field, name in fields.items()}
+
+
+def _leaves_out(field: str, value: object) -> bool:
+    """Whether a value is the word `none` of an option that may be none: a line takes an option of a settings file, a run or a loader back with it."""
+    optional = TrainConfig.model_fields[field].default is None and field != "name"  # a run may be called so
+    return optional and isinstance(value, str) and value.strip().lower() == "none"
 
 
 def _message(error: ValidationError) -> str:

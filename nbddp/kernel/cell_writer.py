@@ -17,7 +17,10 @@ from nbddp.errors import ConfigError
 from nbddp.kernel.line import scan
 from nbddp.kernel.options import UNITS, spelled
 
-MEANT = ("epochs", "monitor", "matmul_precision", "shuffle", "drop_last", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+MEANT = (
+    *("epochs", "monitor", "matmul_precision", "shuffle", "drop_last", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
+    *("batch_size", "per_rank_batch_size", "val_batch_size"),
+)
 """Options that are not the same given with their default and left out: the length beside another limit, what a DataLoader or the notebook brings."""
 
 Values = Mapping[str, str | bool]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 %ddp_config MODEL DATA [options]          the panel: every option, what the options come to, Run and Write cell
-%ddp_config --from RUN [MODEL DATA]       filled from a run (a variable, its id or directory) or from a settings file
+%ddp_config --from RUN [MODEL DATA]       filled from a run (a variable, its id or directory, latest) or from a settings file
 %ddp_config MODEL DATA [options] --cell   put the %%ddp_train cell of these options into the next cell
 %ddp_config [--cell]                      the last panel as it is: opened again, or as the next cell
 The options are those of %%ddp_train; %%ddp_train -h lists them."""
@@ -42,6 +42,7 @@ class ConfigMagics(Magics):
         super().__init__(shell)
         self._shell = shell
         self._panel: Panel | None = None
+        self._panels: dict[str, list[Panel]] = {}
 
     @line_magic
     @no_var_expand
@@ -107,6 +108,12 @@ class ConfigMagics(Magics):
         from nbddp.kernel.panel import Panel
 
         panel = Panel(self._shell, filled, lambda: names_of(self._shell, local_ns))
+        cell, _ = panel.place
+        panels = self._panels.setdefault(cell, []) if cell else []
+        for gone in [other for other in panels if other.place != panel.place]:  # the output of a cell that runs again is gone
+            gone.close()
+            panels.remove(gone)
+        panels.append(panel)
         panel.show()
         self._panel = panel
 

@@ -178,7 +178,7 @@ class TrainMagics(Magics):
                 say(f"{given} is {ours} here")
 
 
-def _named_runs(options: Mapping[str, object], names: Mapping[str, Any]) -> dict[str, object]:
+def named_runs(options: Mapping[str, object], names: Mapping[str, Any]) -> dict[str, object]:
     """Those of `--resume` and `--init` that name a variable which holds a run, as its directory."""
     found: dict[str, object] = {}
     for option in ("resume", "init"):
@@ -202,7 +202,7 @@ def _checked_options(
     from nbddp.kernel.settings import Settings, read
 
     file = Settings()
-    written = {**invocation.options, **_named_runs(invocation.options, names)}
+    written = {**invocation.options, **named_runs(invocation.options, names)}
     try:
         if invocation.config is not None:
             file = read(invocation.config, over=written, hooks=hooks, has_val=has_val, freeze_rb_layer=invocation.freeze_rb_layer)

@@ -1,43 +1,47 @@
 """The configuration panel: every option with its control, what the options come to, and the cell that asks for them.
 
-Runs in the kernel's main thread. A change is checked a moment after it, with whatever else was changed by then; nothing is printed and no Output widget is
-entered. **Run** runs the written cell in the background, as if it stood in the panel's own.
+Runs in the kernel's main thread, but for what a change says at once, which comes from where it arrives. The options are checked a moment after a change,
+with whatever else was changed by then; nothing is printed and no Output widget is entered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 from IPython.display import display
 
-from nbddp.errors import ConfigError, NbddpError
-from nbddp.kernel import markup, panel_figures
-from nbddp.kernel.body import EXAMPLE
-from nbddp.kernel.cell_writer import write_line
+from nbddp.errors import ConfigError
+from nbddp.kernel import panel_figures
 from nbddp.kernel.completion import suggestions
 from nbddp.kernel.inputs import take_data, take_model
 from nbddp.kernel.options import train_options
-from nbddp.kernel.panel_check import BODY, EXPRESSIONS, Checked, Checker
-from nbddp.kernel.panel_controls import STYLE, Note, Options, Shared, alert
-from nbddp.kernel.panel_fill import Draft, cell_of, told_only
+from nbddp.kernel.panel_call import CallControls
+from nbddp.kernel.panel_check import BODY, Checked, Checker
+from nbddp.kernel.panel_controls import Options, Shared
+from nbddp.kernel.panel_fill import Draft, cell_of
 from nbddp.kernel.panel_loop import MainLoop
-from nbddp.kernel.runs import last_run
-from nbddp.tabular import FONT
+from nbddp.kernel.panel_rest import Rest, beside
+from nbddp.kernel.panel_run import Starter
+from nbddp.kernel.panel_style import STYLE, alert, coded, error_line, line, quiet
+from nbddp.kernel.subshell import hear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
-CHECK_AFTER_S = 0.3
-"""How long after a change the options are checked, at most three times a second: a dozen kilobytes each time."""
+CHECK_S = 0.1
+"""The least time between two checks while one types; a few kilobytes each time."""
+SOON_S = 0.02
+"""How long after the first change they begin: what is typed together is checked together."""
 
-_BODY_HELP = "Python below the line of %%ddp_train: loss, or training_step(model, batch), and other hooks; it runs when the cell does"
 _WRITTEN = "The same as a cell, to copy; %ddp_config --cell in a cell puts it into the next one"
+_BUSY_CHECK = "a cell is running: what you change is checked when it has ended"
+_BUSY_RUN = "a cell is running: the run starts when it has ended"
 
 
 class Panel:
@@ -54,157 +58,187 @@ class Panel:
 
     def __init__(self, shell: InteractiveShell, draft: Draft, names: Callable[[], Mapping[str, Any]]) -> None:
         self._shell, self._draft, self._names = shell, draft, names
-        self._loop = MainLoop(shell)
-        self._checker = Checker(names)
+        self._loop, self._rest = MainLoop(shell), Rest()
+        self._loop.remember_cell()
+        self._checker = Checker(names, lambda: self._loop.call(self._changed))
         take_model(self._checker.look_up("MODEL", draft.call.model))
         data = take_data(self._checker.look_up("DATA", draft.call.data), training=True)
-        self._sample = panel_figures.sample_bytes(data.dataset)
-        self._checking, self._check_s = False, 0.0
-        self._tiles = self._table = ""
+        self._sample: tuple[int, int | None] = (0, None)
+        self._checking, self._begun, self._took_s = False, 0.0, 0.0
+        self._shown = False
         self._make(data.options)
         self._options.fill(draft.call.values)
-        for name, text in (("val", draft.call.val), ("loss", draft.call.loss), (BODY, draft.body)):
-            self._texts[name].value = text or ""
-        self._observe()
+        self._call.fill(draft)
+        self._starter = Starter(shell, self._loop, self._say, lambda: self._loop.call(self._changed))
         self.check()
+        self._observe()
 
     def _make(self, brought: Mapping[str, object]) -> None:
         shared = Shared()
-        full = ipywidgets.Layout(width="100%", margin="0")
-
-        def html(value: str = "", **layout: str) -> Any:
-            return ipywidgets.HTML(value, layout=ipywidgets.Layout(**layout) if layout else full, style=shared.html_style)
-
-        self._head, self._figures, self._said = html(), html(), html()
+        self._head, self._figures, self._said = shared.html("nb-head"), shared.html("nb-figures"), shared.html("nb-said")
         self._options = Options(brought, self._suggested, shared)
-        self._texts = {name: self._expression(name, hint, shared) for name, hint in zip(EXPRESSIONS, ("none", "in the body"), strict=True)}
-        self._texts[BODY] = ipywidgets.Textarea(
-            description="body of the cell", placeholder=EXAMPLE, rows=5, layout=shared.wide, style=shared.text_style, tooltip=_BODY_HELP
-        )
-        self._notes = {name: Note(_BODY_HELP if name == BODY else train_options()[name].help, shared) for name in self._texts}
-        self._run = ipywidgets.Button(description="Run", tooltip="Train in the background; the view opens below", button_style="primary")
-        self._write = ipywidgets.Button(description="Write cell", tooltip="Show the %%ddp_train cell that asks for these options")
-        hidden = ipywidgets.Layout(width="100%", margin="4px 0", display="none")
-        self._cell = ipywidgets.Textarea(description="cell", rows=6, layout=hidden, style=shared.text_style, tooltip=_WRITTEN)
-        expressions = [part for name in EXPRESSIONS for part in (self._texts[name], self._notes[name].widget)]
+        self._call = CallControls(self._suggested, shared)
+        self._run = shared.button("Run", "Train in the background; the view opens below", "primary")
+        self._write = shared.button("Write cell", "Show the %%ddp_train cell that asks for these options")
+        self._cell = shared.control(ipywidgets.Textarea, "cell", _WRITTEN, rows=3)
+        self._cell_note = shared.html("nb-below")
+        self._written = shared.box([self._cell, self._cell_note], "nb-call", "nb-none")
         rows = [
-            html(STYLE, margin="0", height="0"),
+            shared.html("nb-none", value=STYLE),
             self._head,
             self._options.widget,
             self._figures,
-            ipywidgets.GridBox(expressions, layout=shared.grid),
-            self._texts[BODY],
-            self._notes[BODY].widget,
-            ipywidgets.HBox([self._run, self._write], layout=ipywidgets.Layout(margin="6px 0", flex_flow="row wrap")),
+            self._call.widget,
+            shared.box([self._run, self._write], "nb-buttons"),
             self._said,
-            self._cell,
+            self._written,
         ]
-        self._widget = ipywidgets.VBox(rows, layout=ipywidgets.Layout(width="100%", max_width="1080px", padding="2px 0", overflow="hidden"))
-        self._widget.add_class("nbddp-panel")
-
-    def _expression(self, name: str, hint: str, shared: Shared) -> Any:
-        """A text for an expression of the notebook, which is run to look at it: not before it is complete."""
-        return ipywidgets.Combobox(
-            description=name,
-            options=self._suggested(name),
-            placeholder=hint,
-            tooltip=train_options()[name].help,
-            continuous_update=False,
-            layout=shared.control,
-            style=shared.text_style,
-        )
+        self._widget = ipywidgets.VBox(rows, _dom_classes=("nbddp-panel",))
 
     def _suggested(self, name: str) -> list[str]:
         return suggestions(train_options()[name], self._names())
 
     def _observe(self) -> None:
-        for widget in (*self._options.controls, *self._texts.values()):
-            widget.observe(lambda _change: self._changed(), "value")
-        self._run.on_click(lambda _button: self._loop.call(self._start))
-        self._write.on_click(lambda _button: self._loop.call(self._show_cell))
+        for name, field in self._options.fields.items():
+            field.widget.observe(lambda change, name=name: self._typed(name, change["new"]), "value")
+        for name, control in self._call.controls.items():
+            control.observe(lambda change, name=name: self._typed(name, change["new"]), "value")
+        self._run.on_click(lambda _button: self._pressed())
+        self._write.on_click(lambda _button: self._loop.call(self._show_cell, lambda: self._say(quiet(_BUSY_CHECK))))
+        for widget in _below(self._widget):
+            if isinstance(widget, ipywidgets.ValueWidget | ipywidgets.Button | ipywidgets.Tab) and not isinstance(widget, ipywidgets.HTML):
+                hear(widget)
+        self._shell.events.register("post_run_cell", self._after_cell)
 
     def show(self) -> None:
         """Display it below the running cell, where its runs will appear as well."""
-        self._loop.remember_cell()
-        plain = f"configuration panel of {self._draft.call.model} and {self._draft.call.data}"
-        display({**self._widget._repr_mimebundle_(), "text/plain": plain, "text/html": markup.div(markup.quiet(plain), FONT)}, raw=True)
+        self._rest.show(self.draft())
+        display(beside(self._widget._repr_mimebundle_()), raw=True)
+        self._shown = True
+
+    def close(self) -> None:
+        """Close its widgets: its output is gone."""
+        with contextlib.suppress(ValueError):
+            self._shell.events.unregister("post_run_cell", self._after_cell)
+        for widget in dict.fromkeys(_below(self._widget)):
+            widget.close()
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The cell of the notebook that it stands in, empty where the front end does not say so, and the execution of it."""
+        return self._loop.place
 
     def draft(self) -> Draft:
         """What it shows now."""
-        val, loss = (self._texts[name].value.strip() or None for name in EXPRESSIONS)
-        return replace(self._draft, call=replace(self._draft.call, values=self._options.values(), val=val, loss=loss), body=self._texts[BODY].value)
+        return self._call.put_into(replace(self._draft, call=replace(self._draft.call, values=self._options.values())))
 
     # -- what the options come to
+
+    def _typed(self, name: str, value: str | bool) -> None:
+        """A change, in the thread that it arrives in: what is wrong with it by itself is said at once, also while a cell runs."""
+        if name in self._options.fields:
+            field = self._options.fields[name]
+            said = field.value
+            if said is not None and (error := self._checker.error_of(name, said)):
+                field.note.say(error)
+        elif name == "as" and str(value).strip() and (error := self._checker.error_of(name, str(value).strip())):
+            self._call.say_of(name, error)
+        self._changed()
 
     def _changed(self) -> None:
         if not self._checking:
             self._checking = True
-            self._loop.call_later(max(CHECK_AFTER_S, 2 * self._check_s), self.check)  # typing goes on where a check takes long
+            since_s = time.monotonic() - self._begun
+            self._loop.call(self.check, lambda: self._say(quiet(_BUSY_CHECK)), after_s=max(SOON_S, CHECK_S - since_s, 3 * self._took_s - since_s))
+
+    def _after_cell(self, _result: object) -> None:
+        """Names may stand for other objects now, and objects may have changed."""
+        self._checker.decisions.forget()
+        self._changed()
 
     def check(self) -> None:
         """Check what it shows now, and show what comes of it."""
-        self._checking = False
-        begun = time.monotonic()
-        checked = self._checker.check(self.draft())
+        self._checking, self._begun = False, time.monotonic()
+        if self._said.value == _said(quiet(_BUSY_CHECK)):
+            self._say("")
+        draft = self.draft()
+        self._checked = checked = self._checker.check(draft)
         self._options.say(checked.errors)
-        for name, note in self._notes.items():
-            note.say(checked.errors.get(name, ""))
+        self._call.say(checked.errors)
         self._head.value = self._head_text(checked)
-        self._show_figures(checked)
-        if self._cell.layout.display is None:
-            self._show_cell()
-        self._check_s = time.monotonic() - begun
+        self._figures.value = self._figures_text(checked)
+        if "nb-none" not in self._written._dom_classes:
+            self._write_cell(draft)
+        if self._shown and not checked.errors:
+            with self._loop.in_cell():
+                self._rest.update(draft)
+        self._took_s = time.monotonic() - self._begun
 
-    def _show_figures(self, checked: Checked) -> None:
-        """Show the figures; where there are none, those of the last options that came to something stay, dimmed."""
-        if checked.prepared is not None:
-            self._tiles = panel_figures.tiles(checked.prepared, self._sample)
+    def _figures_text(self, checked: Checked) -> str:
+        parts = []
+        if (prepared := checked.prepared) is not None:
+            parts.append(panel_figures.tiles(prepared, self._checker.decisions.layers(prepared.model), self._sample_bytes(checked), checked.wrong))
         if checked.outlined is not None:
             nproc = None if checked.prepared is None else checked.prepared.plan.nproc
-            self._table = panel_figures.table(panel_figures.what_if(checked.outlined, self._checker.machine), nproc)
-        parts = [(self._tiles, checked.prepared), (self._table, checked.outlined)]
-        self._figures.value = "".join(html if fresh is not None else markup.tag("div", html, "opacity:.5") for html, fresh in parts)
+            parts.append(panel_figures.table(panel_figures.what_if(checked.outlined, self._checker.machine), nproc, checked.unread))
+        return "".join(parts) or quiet("no figures: what is wrong stands above")
+
+    def _sample_bytes(self, checked: Checked) -> int | None:
+        """Size of a sample, looked at once for each dataset."""
+        assert checked.prepared is not None
+        dataset = checked.prepared.datasets["train"][1]
+        if self._sample[0] != id(dataset):
+            self._sample = (id(dataset), panel_figures.sample_bytes(dataset))
+        return self._sample[1]
 
     def _head_text(self, checked: Checked) -> str:
-        call, prepared = self._draft.call, checked.prepared
-        title = markup.div(f"{markup.tag('b', escape(call.model))} {markup.quiet(f'trained on {call.data}')}")
+        call, prepared = self._draft.call, checked.plan
+        title = f"<div><b>{coded(call.model)}</b> {quiet(f'trained on {call.data}')}</div>"
         if prepared is None:
-            wrong = [markup.note(error, markup.ERROR) for name, error in checked.errors.items() if name != BODY]
-            return markup.div(title + "".join(wrong), FONT)
-        lines = [markup.div(escape(prepared.plan_line()), "margin-top:3px;overflow-wrap:anywhere")]
-        lines += [markup.div(markup.quiet(remark), "overflow-wrap:anywhere") for remark in prepared.remarks]
-        return markup.div(title + "".join(lines), FONT)
+            return title + "".join(error_line(error) for name, error in checked.errors.items() if name != BODY)
+        remarks = [*prepared.remarks, *checked.remarks]
+        return "".join([title, line(coded(prepared.plan_line())), *(line(quiet(remark)) for remark in remarks)])
 
     # -- what the buttons do
 
     def _show_cell(self) -> None:
+        self._write_cell(self.draft())
+        self._written.remove_class("nb-none")
+
+    def _write_cell(self, draft: Draft) -> None:
         try:
-            text, said = cell_of(self.draft()), markup.quiet(_WRITTEN)
-        except ConfigError as error:
-            text, said = "", alert(str(error))
+            text = cell_of(draft)
+        except ConfigError:  # which stands beside its control
+            text = ""
+        self._cell.rows = max(3, text.count("\n") + 2)
         self._cell.value = text
-        self._cell.layout.display = None
-        self._say(said)
+        refused = next(iter(self._checked.errors.values()), "")
+        wrong = "" if text and not refused else f"as it stands, it is refused: {refused}" if text else "there is no cell: an option is wrong"
+        self._cell_note.value = f'<div class="nb-note">{alert(wrong) or quiet(_WRITTEN)}</div>'
+
+    def _pressed(self) -> None:
+        """Run was pressed; a second press would start a second run."""
+        self._run.disabled = True
+        self._loop.call(self._start, lambda: self._say(quiet(_BUSY_RUN)))
 
     def _start(self) -> None:
-        self._run.disabled = True  # a second press would start a second run
         try:
-            draft = told_only(self.draft())
-            with self._loop.in_cell():
-                self._shell.run_cell_magic("ddp_train", write_line(replace(draft.call, background=True)), draft.body)
-            run = last_run()
-            assert run is not None
-            short = run.id.rpartition("-")[2]
-            said = markup.quiet(f"run {run.id} goes on in the background: its view is below, %ddp_attach {short} opens it anywhere, %ddp_stop {short} stops it")
-        except NbddpError as error:
-            said = alert(str(error))
-        except Exception as error:  # noqa: BLE001 - the body is the user's code
-            with self._loop.in_cell():
-                self._shell.showtraceback()
-            said = alert(f"the body of the cell raised {type(error).__name__}: {error}")
+            self._starter.start(self.draft())
         finally:
             self._run.disabled = False
-        self._say(said)
+        self._changed()
 
     def _say(self, html: str) -> None:
-        self._said.value = markup.div(html, FONT)
+        self._said.value = _said(html)
+
+
+def _said(html: str) -> str:
+    return f'<div class="nb-wrap">{html}</div>' if html else ""
+
+
+def _below(widget: Any) -> Iterator[Any]:
+    """A widget and everything that it is made of."""
+    yield widget
+    yield from (part for name in ("layout", "style") if (part := getattr(widget, name, None)) is not None)
+    for child in getattr(widget, "children", ()):
+        yield from _below(child)

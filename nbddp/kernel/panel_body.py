@@ -9,6 +9,7 @@ import ast
 from inspect import isclass, isfunction
 from typing import TYPE_CHECKING, Any
 
+from nbddp.errors import ConfigError
 from nbddp.kernel.completion import losses
 
 if TYPE_CHECKING:
@@ -35,11 +36,37 @@ def bound_names(body: str) -> set[str]:
 
     Raises nothing: what is wrong with a body is said when it runs.
     """
+    return {name for statement in _statements(body) for name in _bound(statement)}
+
+
+def _statements(body: str) -> list[ast.stmt]:
     try:
-        statements = ast.parse(body).body
+        return _parsed(body)
     except SyntaxError:
-        return set()
-    return {name for statement in statements for name in _bound(statement)}
+        return []
+
+
+def _parsed(body: str) -> list[ast.stmt]:
+    """The statements, magics and shell commands among them.
+
+    Raises:
+        SyntaxError: where it is no Python.
+    """
+    try:
+        return ast.parse(body).body
+    except SyntaxError:
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        return ast.parse(TransformerManager().transform_cell(body)).body
+
+
+def syntax_error(body: str) -> str:
+    """What is wrong with a body that is no Python; empty for one that is."""
+    try:
+        _parsed(body)
+    except SyntaxError as error:
+        return f"SyntaxError: {error.msg} (line {error.lineno} of the body)"
+    return ""
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -55,13 +82,59 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 def stand_ins(body: str) -> dict[str, Callable[..., Any]]:
     """A hook for each that a body seems to bind.
 
-    Metrics may record any name, which is what a function for the end of an epoch says of itself; samplers and stages are not known before the body runs.
+    Metrics may record any name, which is what a function for the end of an epoch says of itself.
     """
     bound = bound_names(body)
     hooks = {name: stand_in for name, stand_in in STAND_INS.items() if name in bound}
     if "metrics" in bound:
         hooks.setdefault("on_epoch_end", STAND_INS["on_epoch_end"])
     return hooks
+
+
+def literal_stages(body: str) -> list[Stage] | None:
+    """The stages of a body that says them in plain values, as `stages_text` does; None where it has none, or they are known only when it runs.
+
+    Raises:
+        ConfigError: as `nbddp.Stage`.
+    """
+    lists = [statement.value for statement in _statements(body) if isinstance(statement, ast.Assign) and "stages" in set(_bound(statement))]
+    if not lists or not isinstance(lists[-1], ast.List):
+        return None
+    try:
+        return [_literal_stage(node) for node in lists[-1].elts]
+    except _NotLiteralError:
+        return None
+
+
+class _NotLiteralError(Exception):
+    """A stage whose arguments are no plain values."""
+
+
+def _literal_stage(node: ast.expr) -> Stage:
+    from nbddp.stage import Stage
+
+    called = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(node, ast.Call) or (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) != "Stage":
+        raise _NotLiteralError
+    try:
+        arguments = [ast.literal_eval(argument) for argument in node.args]
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    except ValueError:
+        raise _NotLiteralError from None
+    try:
+        return Stage(*arguments, **keywords)
+    except TypeError:  # arguments that it does not take: said when the body runs
+        raise _NotLiteralError from None
+
+
+def unknown_hooks(body: str) -> list[str]:
+    """Hooks that a body has and whose effect on the figures is known only when it runs."""
+    bound = bound_names(body)
+    try:
+        stages = literal_stages(body)
+    except ConfigError:  # which is said
+        stages = []
+    return [name for name in ("stages", "sampler") if name in bound and not (name == "stages" and stages is not None)]
 
 
 def found_loss(names: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ Runs in the kernel's main thread. Layouts and styles are shared: a panel has som
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -13,63 +12,57 @@ from ipywidgets.widgets.widget_bool import CheckboxStyle
 from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
 
-from nbddp.kernel import markup
 from nbddp.kernel.panel_fields import Control, controls, entered, shown
-from nbddp.tabular import FONT
+from nbddp.kernel.panel_style import LABEL_WIDTH, alert, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-LABEL_WIDTH = "170px"
-STYLE = """<style>
-.nbddp-panel .lm-TabBar-content {flex-wrap: wrap}
-.nbddp-panel.jupyter-widgets .lm-TabPanel-tabBar, .nbddp-panel .jupyter-widget-tab > .lm-TabBar {min-height: 0; max-height: none; overflow: visible}
-.nbddp-panel .jupyter-widget-tab > .lm-TabBar .lm-TabBar-tab {flex: 0 1 auto; min-width: 0; max-width: none; padding: 0 8px}
-.nbddp-panel .jupyter-widget-tab > .lm-TabBar .lm-TabBar-tab:focus-visible {outline: 2px solid var(--jp-brand-color1, #4285f4); outline-offset: -2px}
-.nbddp-panel .widget-tab-contents, .nbddp-panel .jupyter-widget-tab-contents {padding: 8px; overflow: hidden}
-.nbddp-panel textarea {font-family: var(--jp-code-font-family, monospace); font-size: 12px}
-.nbddp-panel .widget-html-content {line-height: 1.4}
-.nbddp-panel input:disabled, .nbddp-panel select:disabled {opacity: .55}
-</style>"""
+WRONG = "\u2717"
+"""Stands in the name of a tab before the number of its options that are wrong: short, so that the tabs stay in their rows."""
 
 
 class Shared:
-    """Layouts and styles that many widgets have."""
+    """Layout and styles that many widgets have, and what is made with them. What they look like is in the style sheet, by class."""
 
     def __init__(self) -> None:
-        self.control = ipywidgets.Layout(width="100%", min_width="0", margin="0")
-        self.wide = ipywidgets.Layout(width="100%", min_width="0", margin="6px 0 0")
-        self.note = ipywidgets.Layout(width="100%", min_width="0", margin="0", align_self="center", overflow="hidden")
-        self.text_style = TextStyle(description_width=LABEL_WIDTH)
-        self.style = DescriptionStyle(description_width=LABEL_WIDTH)
-        self.switch_style = CheckboxStyle(description_width=LABEL_WIDTH)
-        self.html_style = HTMLStyle()
-        self.grid = ipywidgets.Layout(
-            grid_template_columns="minmax(330px, 5fr) minmax(0, 6fr)", grid_gap="5px 14px", align_items="center", width="100%", overflow="hidden"
-        )
+        self._layout = ipywidgets.Layout()
+        self._styles = {
+            ipywidgets.Checkbox: CheckboxStyle(description_width=LABEL_WIDTH),
+            ipywidgets.Dropdown: DescriptionStyle(description_width=LABEL_WIDTH),
+            ipywidgets.HTML: HTMLStyle(),
+        }
+        self._text = TextStyle(description_width=LABEL_WIDTH)
+
+    def control(self, kind: type[Any], name: str, help_: str, **traits: object) -> Any:
+        """A control whose label is its name."""
+        return kind(description=name, tooltip=help_, layout=self._layout, style=self._styles.get(kind, self._text), **traits)
+
+    def html(self, *names: str, value: str = "") -> Any:
+        return ipywidgets.HTML(value, layout=self._layout, style=self._styles[ipywidgets.HTML], _dom_classes=names)
+
+    def box(self, children: Iterable[Any], *names: str) -> Any:
+        return ipywidgets.Box(tuple(children), layout=self._layout, _dom_classes=names)
+
+    def button(self, name: str, tooltip: str, style: str = "") -> Any:
+        return ipywidgets.Button(description=name, tooltip=tooltip, button_style=style, layout=self._layout)
 
 
 class Note:
     """What stands beside a control: its help, below what is wrong with it."""
 
-    def __init__(self, help_: str, shared: Shared) -> None:
-        self._help, self._error = help_, ""
-        self.widget = ipywidgets.HTML(self._text(), layout=shared.note, style=shared.html_style)
+    def __init__(self, help_: str, shared: Shared, *names: str) -> None:
+        self._help, self.error = help_, ""
+        self.widget = shared.html(*names, value=self._text())
 
     def say(self, error: str) -> None:
         """Show what is wrong; nothing is, where it is empty."""
-        if error != self._error:
-            self._error = error
+        if error != self.error:
+            self.error = error
             self.widget.value = self._text()
 
     def _text(self) -> str:
-        return markup.div(alert(self._error) + markup.quiet(self._help), f"{FONT};font-size:12px;line-height:1.35")
-
-
-def alert(error: str) -> str:
-    """An error that screen readers speak; nothing where it is empty."""
-    style = f"color:var(--jp-error-color1,{markup.ERROR});overflow-wrap:anywhere;white-space:pre-line"
-    return markup.tag("div", escape(error), style, role="alert") if error else ""
+        return f'<div class="nb-note">{alert(self.error)}{quiet(self._help)}</div>'
 
 
 class Field:
@@ -91,15 +84,15 @@ class Field:
 
 
 def _widget(control: Control, suggestions: tuple[str, ...], shared: Shared) -> Any:
-    name: dict[str, Any] = {"description": control.name, "tooltip": control.help, "disabled": not control.available, "layout": shared.control}
+    name, help_, disabled = control.name, control.help, not control.available
     if control.kind == "switch":
-        return ipywidgets.Checkbox(value=control.default, indent=True, style=shared.switch_style, **name)
+        return shared.control(ipywidgets.Checkbox, name, help_, disabled=disabled, value=control.default, indent=True)
     if control.kind == "choice":
-        return ipywidgets.Dropdown(options=control.choices, value="", style=shared.style, **name)
+        return shared.control(ipywidgets.Dropdown, name, help_, disabled=disabled, options=control.choices, value="")
     hint = str(control.default) or "default"
     if control.kind == "suggested":
-        return ipywidgets.Combobox(options=suggestions, placeholder=hint, continuous_update=True, style=shared.text_style, **name)
-    return ipywidgets.Text(placeholder=hint, continuous_update=True, style=shared.text_style, **name)
+        return shared.control(ipywidgets.Combobox, name, help_, disabled=disabled, options=suggestions, placeholder=hint, continuous_update=True)
+    return shared.control(ipywidgets.Text, name, help_, disabled=disabled, placeholder=hint, continuous_update=True)
 
 
 class Options:
@@ -118,13 +111,8 @@ class Options:
             fields = [Field(control, suggest(control.name) if control.kind == "suggested" else (), shared) for control in members]
             self._groups[group] = fields
             self.fields |= {field.control.name: field for field in fields}
-            boxes.append(ipywidgets.GridBox([part for field in fields for part in (field.widget, field.note.widget)], layout=shared.grid))
-        self.widget = ipywidgets.Tab(boxes, titles=tuple(self._groups), selected_index=0, layout=ipywidgets.Layout(width="100%", margin="6px 0"))
-
-    @property
-    def controls(self) -> list[Any]:
-        """The widgets that an option is set with."""
-        return [field.widget for field in self.fields.values()]
+            boxes.append(shared.box([part for field in fields for part in (field.widget, field.note.widget)], "nb-grid"))
+        self.widget = ipywidgets.Tab(boxes, titles=tuple(self._groups), selected_index=0)
 
     def values(self) -> dict[str, str | bool]:
         """What the controls say, by option; those that are left out are not there."""
@@ -140,4 +128,4 @@ class Options:
         for name, field in self.fields.items():
             field.note.say(errors.get(name, ""))
         counts = {group: sum(field.control.name in errors for field in fields) for group, fields in self._groups.items()}
-        self.widget.titles = tuple(f"{group} ({count} wrong)" if count else group for group, count in counts.items())
+        self.widget.titles = tuple(f"{group} {WRONG}{count}" if count else group for group, count in counts.items())

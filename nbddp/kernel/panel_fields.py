@@ -58,10 +58,10 @@ def _control(option: Option, brought: Mapping[str, object]) -> Control:
     value = brought.get(name, default)
     text = "" if value is None else value_text(name, value)
     help_ = "; ".join([option.help, *(["the DataLoader's where it is left out"] if name in brought else []), *([later] if later else [])])
-    if option.flag and isinstance(text, bool):
+    if option.flag and isinstance(default, bool):
         return Control(name, "switch", help_, text, available=not later)
     if option.words and name not in _SUGGESTED:
-        words = [(word, word) for word in option.words if word != "auto" or default is not None]
+        words = [(word, word) for word in option.words]
         left_out = "default" if value is None else f"default ({_spoken(text)})"
         return Control(name, "choice", help_, text, ((left_out, ""), *words), available=not later)
     return Control(name, "suggested" if name in _SUGGESTED else "text", help_, text, available=not later)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
-from nbddp.kernel.cell_writer import Call, Values, told, value_text, write_cell, write_line
+from nbddp.kernel.cell_writer import MEANT, Call, Values, told, value_text, write_cell, write_line
 from nbddp.kernel.line import parse, uncommented
 from nbddp.kernel.names import expand
 from nbddp.kernel.panel_body import bound_names, found_loss, stages_text
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nbddp.rundir import RunDir
 
 SUFFIXES = (".yaml", ".yml", ".json")
+LATEST = ("last", "latest")
 _MAGIC = re.compile(r"^\s*(%{1,2})ddp_train\b(.*)$", re.MULTILINE)
 
 
@@ -83,9 +84,9 @@ def draft(source: Source, invocation: Invocation, names: Mapping[str, Any]) -> D
 
 
 def given_texts(config: TrainConfig) -> dict[str, str | bool]:
-    """Every option that was given with a value, as text."""
+    """Every option that was given with a value, or takes back what a DataLoader brings, as text."""
     given = {name: getattr(config, name) for name in type(config).model_fields if name in config.given}
-    return {name: value_text(name, value) for name, value in given.items() if value is not None}
+    return {name: value_text(name, value) for name, value in given.items() if value is not None or name in MEANT}
 
 
 def read_texts(values: Values) -> dict[str, object]:
@@ -119,13 +120,15 @@ def cell_of(draft: Draft) -> str:
 
 
 def source_of(text: str, names: Mapping[str, Any]) -> Source:
-    """What --from names: a run (a variable that holds one, its id, a part of it, its directory) or a settings file.
+    """What --from names: a run (a variable that holds one, its id, a part of it, its directory, the latest) or a settings file.
 
     Raises:
         ConfigError: where there is no such run or file.
     """
     from nbddp.kernel.run import Run
-    from nbddp.kernel.runs import attach
+    from nbddp.kernel.runs import attach, last_run
+    from nbddp.rundir import run_dirs
+    from nbddp.runroot import run_root
 
     value = names.get(text)
     path = value if isinstance(value, Path) else Path(text).expanduser()
@@ -133,7 +136,12 @@ def source_of(text: str, names: Mapping[str, Any]) -> Source:
         return of_run(value.files)
     if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
         return Source(path)
-    return of_run(attach(text).files)
+    if text in LATEST and not path.is_dir():
+        if (last := last_run()) is not None:
+            return of_run(last.files)
+        if found := run_dirs(run_root()):
+            return of_run(found[-1])
+    return of_run(attach(path if isinstance(value, Path) else text).files)
 
 
 def of_run(files: RunDir) -> Source:

@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -29,7 +29,16 @@ from nbddp.runroot import run_root
 from nbddp.stage import OF_OPTIMIZER, OF_SCHEDULE, Stage, check_stages, read_stages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+
+    class Decide(Protocol):
+        """`nbddp.kernel.norms.decide`, or what remembers it."""
+
+        def __call__(self, config: TrainConfig, model: nn.Module, plan: Plan, *, asked: bool) -> tuple[dict[str, str], list[str]]: ...
+
+    Devices = Callable[[Plan, Path], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class Outline:
     root: Path
     n_train: int
     n_val: int
+    job: Job
     notes: tuple[str, ...]
     resumed: resume.ResumePoint | None
 
@@ -84,8 +94,7 @@ class Outline:
         Raises:
             ConfigError: as `make_plan`.
         """
-        job = _job(self.hooks, self.model, validates=self.n_val > 0)
-        return make_plan(config or self.config, n_train=self.n_train, n_val=self.n_val, machine=machine, job=job, stages=self.stages)
+        return make_plan(config or self.config, n_train=self.n_train, n_val=self.n_val, machine=machine, job=self.job, stages=self.stages)
 
 
 def prepare(request: Request) -> Prepared:
@@ -109,7 +118,7 @@ def outline(request: Request) -> Outline:
     notes += request.notes
     check_hooks(request.hooks, model)
     stages = read_stages(request.hooks.get("stages"))
-    names = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)} if stages else {}
     hooked = {name: request.hooks.get(name) is not None for name in ("optimizer", "scheduler")}
     check_stages(stages, names, **hooked)
     train = inputs.take_data(request.data, training=True, sampler=request.hooks.get("sampler"))
@@ -127,11 +136,14 @@ def outline(request: Request) -> Outline:
     notes += said
     if "metrics" in hooks:
         check_metrics(hooks["metrics"], validated=n_val > 0)
-    return Outline(request, model, train, val, hooks, stages, config, root, n_train, n_val, tuple(notes), point)
+    job = _job(hooks, model, validates=n_val > 0)
+    return Outline(request, model, train, val, hooks, stages, config, root, n_train, n_val, job, tuple(notes), point)
 
 
-def complete(outlined: Outline, machine: Machine) -> Prepared:
+def complete(outlined: Outline, machine: Machine, *, decide: Decide = norms.decide, devices: Devices = check_devices) -> Prepared:
     """Plan it for a machine, and check what depends on the plan.
+
+    `decide` and `devices` are what looks through the modules of the model, and at the GPUs: both take their time, and a panel asks with every key.
 
     Raises:
         ConfigError, CheckpointError: as `prepare`.
@@ -140,11 +152,11 @@ def complete(outlined: Outline, machine: Machine) -> Prepared:
     hooks, stages, root = outlined.hooks, outlined.stages, outlined.root
     notes = list(outlined.notes)
     plan = outlined.plan(machine)
-    notes += check_devices(plan, root)
+    notes += devices(plan, root)
     if point is not None:
         notes += inputs.stateful(request.data, outlined.train.dataset, hooks.get("sampler"))
         notes += resume_rules.check(point, config, plan, stages=stages, sampler=hooks.get("sampler"))
-    swaps, said = norms.decide(config, model, plan, asked="norm" in TrainConfig(**request.options).given)
+    swaps, said = decide(config, model, plan, asked="norm" in TrainConfig(**request.options).given)
     norms.check_stages(stages, model, swaps)
     notes += said
     if point is not None:

@@ -182,7 +182,9 @@ def _settle(found: Found, given: Mapping[str, Any], hooks: Collection[str], *, h
 
 
 def _settle_options(options: dict[str, Any], given: Mapping[str, Any], hooks: Collection[str]) -> None:
-    gone = [other for name in given for other in _EXCLUDED.get(name, ())]
+    gone = [other for name, value in given.items() if value is not None for other in _EXCLUDED.get(name, ())]
+    taken_back = [name for name, value in given.items() if value is None]
+    gone += [*taken_back, *(["base_batch_size"] if "lr_scale" in taken_back else [])]
     if "optimizer" in hooks:
         gone += _OF_OPTIMIZER
     if "scheduler" in hooks:

@@ -74,6 +74,8 @@ def mixing(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     Returns:
         name -> reason, one clause that begins with the layer's name.
     """
+    if not names:
+        return {}
     root = _tree("", model, turned_classes(model))
     if not root.masked:
         return {}

@@ -77,8 +77,9 @@ def zeroed(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _pairs(module: nn.Module) -> Iterator[_Pair]:
-    for weight_name, weight, linear in _weights(module):
-        for mask_name, mask in _masks(module):
+    masks = list(_masks(module))
+    for weight_name, weight, linear in _weights(module) if masks else ():  # most modules have none, and large networks have thousands
+        for mask_name, mask in masks:
             if mask is not weight and mask_name != weight_name.replace("_orig", "_mask") and _fits(mask_name, mask, weight):
                 yield _Pair(weight, mask, linear)
                 break

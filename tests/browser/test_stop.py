@@ -89,6 +89,7 @@ def test_after_a_reload_while_the_cell_blocks_the_view_is_back_and_its_button_wo
     again.screenshot("view-reloaded-while-the-cell-blocks", of=page.locator(".nbddp-view"))
     press(again, ASK, None)
     card = again.output("stopped as asked")
+    card.get_by_text("%ddp_attach").wait_for()
     attach = re.search(r"%ddp_attach [\w-]+", card.inner_text())
     assert attach is not None
     again.screenshot("card-reloaded-while-the-cell-blocked", of=card)

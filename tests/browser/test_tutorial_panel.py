@@ -68,7 +68,7 @@ def test_the_tutorial_holds_in_a_browser(lab: Lab) -> None:
     panel.get_by_label("batch_size", exact=True).fill("101")
     refused = CODE[place("%ddp_plan")].outputs[0].evalue
     panel.get_by_role("alert").get_by_text(refused, exact=True).wait_for()
-    panel.get_by_role("tab", name="ranks and batch (1 wrong)").wait_for()
+    panel.get_by_role("tab", name="ranks and batch \u27171").wait_for()
     cut(book, "08_error", panel, panel.get_by_text("trained on train_set"), panel.get_by_label("val", exact=True), before=True)
 
     second = place("%ddp_config net train_set --val val_set -n 2 --epochs 4")

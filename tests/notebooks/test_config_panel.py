@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.example import ALONE, run_folders
+from support.kernel import Cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from support.kernel import Cell, Notebook
+    from support.kernel import Notebook
 
 pytestmark = pytest.mark.kernel
 
@@ -96,7 +97,7 @@ def test_wrong_options_are_told_as_one_types_in_the_words_of_the_magic(kernel: N
     assert error is not None
     assert error.evalue == reference
     tabs = next(kernel.widgets[key] for key in panel.ids if kernel.widgets[key].get("_model_name") == "TabModel")
-    assert tabs["titles"][0] == "ranks and batch (1 wrong)"
+    assert tabs["titles"][0] == "ranks and batch \u27171"
     panel.set("batch_size", "")
     panel.until("64 = 2 x 32 (default)", alerts=0)
     assert tabs["titles"][0] == "ranks and batch"
@@ -112,7 +113,7 @@ def test_figures_move_with_the_options(kernel: Notebook) -> None:
     panel.choose("lr_scale", "linear")
     panel.set("base_batch_size", "32")
     # A sample is 8 floats and an index.
-    panel.until("1 x CPU rank ·", "24 steps in all", "1 ranks x 2 workers x 2 batches x 2.5 KiB", "1 stays", "0.1 x 64/32", alerts=0)
+    panel.until("1 x CPU rank ·", "24 steps in all", "1 rank x 2 workers x 2 batches x 2.5 KiB", "1 stays", "0.1 x 64/32", alerts=0)
     panel.until("1 64 8 0.2 these options", "2 32 8 0.2 valid")
 
 
@@ -133,7 +134,7 @@ def test_every_control_has_a_name_and_what_is_not_available_is_disabled(kernel: 
     states = [kernel.widgets[key] for key in panel.ids]
     controls = [state for state in states if {"value", "index", "button_style"} & set(state) and state["_model_name"] != "HTMLModel"]
     names = [state["description"] for state in controls]
-    beside = ("val", "loss", "body of the cell", "Run", "Write cell", "cell")
+    beside = ("val", "loss", "as", "note", "background", "body of the cell", "Run", "Write cell", "cell")
     assert [name for name in names if name not in beside] == kernel.eval("list(nbddp.TrainConfig.model_fields)")
     assert all(names)
     assert len(names) == len(set(names))
@@ -175,7 +176,7 @@ def test_run_trains_in_the_background_below_the_panel(kernel: Notebook) -> None:
     kernel.until(lambda: "finished" in str(panel.cell.outputs[-1].get("data", {}).get("text/plain")), 60)
     assert [output["output_type"] for output in other.outputs] == ["stream"]
     assert "2 x CPU ranks" in panel.cell.text
-    panel.until("goes on in the background: its view is below")
+    panel.until("has finished: its card is below", "first.load() brings its weights")
     assert kernel.eval("(first.state, first.config.nproc, first.config.epochs)") == ("finished", 2, 2)
     assert kernel.eval("accuracy(net)") == before  # a run in the background writes nothing by itself
     kernel.run("first.wait()", check=True)
@@ -210,10 +211,13 @@ def test_what_run_refuses_is_told_and_starts_nothing(kernel: Notebook) -> None:
     assert "line 2" in panel.cell.error.traceback
     panel.set("body of the cell", "loss = criterion")
     panel.set("loss", "criterion")
-    panel.set("batch_size", "7")
-    panel.until("batch_size=7")
-    kernel.click(panel.id("Run"))
     panel.until("--loss and the cell's loss: keep one of the two")
+    panel.set("loss", "")
+    panel.set("batch_size", "7")
+    panel.until("batch_size=7", alerts=2)
+    kernel.click(panel.id("Run"))
+    panel.until(alerts=2)
+    kernel.until(lambda: panel.state("Run")["disabled"] is False, 20)
     assert len(run_folders(kernel)) == runs
     assert panel.state("Run")["disabled"] is False
 
@@ -228,9 +232,98 @@ def test_a_panel_of_what_can_not_be_trained_is_refused_at_once(kernel: Notebook)
 
 def test_what_stays_in_the_notebook_says_what_it_was(kernel: Notebook) -> None:
     panel = Panel(kernel, "net samples")
-    data = panel.cell.outputs[0]["data"]
-    assert data["text/plain"] == "configuration panel of net and samples"
-    assert "configuration panel of net and samples" in data["text/html"]
+    assert [output["output_type"] for output in panel.cell.outputs] == ["display_data"] * 2
+    rest, widgets = (output["data"] for output in panel.cell.outputs)
+    assert rest["text/plain"] == "configuration panel of net and samples\n%%ddp_train net samples\nloss = criterion"
+    assert "run this cell to open it again" in rest["text/html"]
+    assert (widgets["text/html"], widgets["text/plain"]) == ("", "")
+    panel.set("epochs", "3")
+    kernel.until(lambda: "--epochs 3" in panel.cell.outputs[0]["data"]["text/plain"], 20)
+    panel.set("epochs", "x")
+    panel.until("epochs='x'")
+    assert "--epochs 3" in panel.cell.outputs[0]["data"]["text/html"], "the last cell that could be run"
+
+
+def run_as(nb: Notebook, cell_id: str, source: str) -> Cell:
+    """Run a cell that says which it is, as JupyterLab does."""
+    content = {"code": source, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False, "stop_on_error": True}
+    message = nb._client.session.msg("execute_request", content, metadata={"cellId": cell_id})
+    nb._client.shell_channel.send(message)
+    nb.cells.append(Cell(source, message["header"]["msg_id"]))
+    return nb.wait()
+
+
+def test_a_cell_that_runs_again_has_one_panel(kernel: Notebook) -> None:
+    count = "sum(1 for w in __import__('ipywidgets').widgets.widget._instances.values())"
+    kernel.run("again = get_ipython().magics_manager.registry['ConfigMagics']", check=True)
+    sizes = []
+    for _ in range(3):
+        cell = run_as(kernel, "the same", "%ddp_config net samples")
+        assert len(cell.outputs) == 2
+        sizes.append(kernel.eval(count))
+    assert len(set(sizes)) == 1, "a panel whose output is gone is closed"
+    run_as(kernel, "the same", "%ddp_config net samples\n%ddp_config normed samples")
+    assert kernel.eval("len(again._panels['the same'])") == 2
+
+
+def test_names_and_objects_are_those_of_now(kernel: Notebook) -> None:
+    kernel.run("current, data = normed, samples", check=True)
+    panel = Panel(kernel, "current data --as of_now")
+    panel.until("16 steps in all", "BatchNorm layers 1 1 stays")
+    kernel.run("data = torch.utils.data.Subset(samples, range(96)); current = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))", check=True)
+    panel.until("3 steps in all", "BatchNorm layers 2 2 stay")
+    kernel.run("current.append(nn.BatchNorm1d(4))", check=True)
+    panel.until("BatchNorm layers 3 3 stay")
+    kernel.click(panel.id("Run"))
+    panel.until("has finished", "of_now.load()")
+    assert kernel.eval("len(of_now.history['loss'])") == 3
+    assert kernel.eval("of_now.wait().model().__len__()") == 4
+    kernel.run("current = 'gone'", check=True)
+    panel.until("current is a str: the model must be a torch.nn.Module", "no figures: what is wrong stands above")
+
+
+def test_what_is_computed_is_computed_once_and_says_so(kernel: Notebook) -> None:
+    kernel.run("made = []\ndef make():\n    made.append(1)\n    return samples", check=True)
+    panel = Panel(kernel, 'net "make()"')
+    for epochs in ("2", "3"):
+        panel.set("epochs", epochs)
+        panel.until(f"{16 * int(epochs)} steps in all", "make(): computed once for the figures, and again by Run and by the cell")
+    assert kernel.eval("len(made)") == 1
+
+
+def test_a_net_that_is_being_trained(kernel: Notebook) -> None:
+    panel = Panel(kernel, "net samples -n 1 --epochs 1000 --as busy")
+    kernel.click(panel.id("Run"))
+    panel.until("goes on in the background (", "its view is below", "net is being trained by run")
+    kernel.run("busy.stop(); busy.wait()", check=True)
+    panel.until("has been stopped")
+    kernel.until(lambda: "net is being trained by run" not in panel.shown, 20)
+
+
+def test_a_key_press_is_answered_soon_and_blocks_nothing(kernel: Notebook) -> None:
+    """50 ms is what one check may take of the main thread, for a network with 400 normalization layers and a dataset that must not be touched."""
+    kernel.run(
+        """
+class Huge(torch.utils.data.Dataset):
+    touched = 0
+    def __len__(self): return 10**9
+    def __getitem__(self, index):
+        Huge.touched += 1
+        return torch.zeros(8), 0
+huge = Huge()
+deep = nn.Sequential(*(part for _ in range(400) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())))
+""",
+        check=True,
+    )
+    panel = Panel(kernel, "deep huge -n 2 --num-workers 2")
+    kernel.run("panel = get_ipython().magics_manager.registry['ConfigMagics']._panel", check=True)
+    took = []
+    for size in range(2, 42, 2):
+        panel.set("batch_size", str(size * 8))
+        panel.until(f"of {size * 8} global")
+        took.append(kernel.eval("panel._took_s") if size > 2 else 0.0)
+    assert sorted(took)[len(took) // 2] < 0.05, took
+    assert kernel.eval("Huge.touched") == 1
 
 
 def test_changes_are_gathered(kernel: Notebook) -> None:

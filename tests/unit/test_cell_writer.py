@@ -61,7 +61,7 @@ def test_the_text_of_a_value_is_that_value(name, data):
     except ConfigError:
         assume(False)
     text = value_text(name, fields[name])
-    if text == "none" and fields[name] is None:  # no field but two has a word for what is left out
+    if text == "none" and name == "name":  # a run may be called so
         return
     line = written(Call("net", "train_set", {name: text}))
     assume(line is not None)

@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nbddp.config import TrainConfig
-from nbddp.errors import NbddpError
-from nbddp.kernel.cell_writer import Call
+from nbddp.errors import ConfigError, NbddpError
+from nbddp.kernel.cell_writer import MEANT, Call, told, write_line
+from nbddp.kernel.line import parse, uncommented
+from nbddp.kernel.names import expand
+from nbddp.kernel.options import INVOCATION, UNITS, train_options
+from nbddp.kernel.panel_call import CallControls
 from nbddp.kernel.panel_check import Checker
-from nbddp.kernel.panel_fill import Draft, given_texts
+from nbddp.kernel.panel_controls import Options, Shared
+from nbddp.kernel.panel_fill import Draft, Source, cell_of, draft, given_texts
 from nbddp.kernel.prepare import prepare
 from nbddp.kernel.settings import read
+from nbddp.rundir import RunDir
 from support import shell as shells
+from support.configs import AVAILABLE, configs
 from support.fake_run import finished
 
 NO_PANEL = "the panel needs a notebook"
@@ -139,6 +147,20 @@ def test_one_source_is_enough(shell, tmp_path):
     assert "keep one of the two" in refused(shell, f"%ddp_config net train_set --from {tmp_path}/s.yaml --config {tmp_path}/s.yaml")
 
 
+FREE = {"compile_cache_dir", "run_root", "tensorboard", "name", "monitor", "resume", "init"}
+"""Options of which any text is right by itself."""
+
+
+def wrong_texts(name):
+    """Texts that an option refuses by itself."""
+    option = train_options()[name]
+    if name in UNITS:
+        return ["0", "2 fortnights", "1.5.5", "-1 h"]
+    return {"N": ["-1", "1.5", "many", "1e3", ""], "X": ["-1", "nan", "inf", "1,5", "fast"]}.get(option.metavar, ["no such word", "a=", "0,0"])
+
+
+# A switch can't be wrong.
+BY_ITSELF = [(name, text) for name in AVAILABLE if name not in FREE and not train_options()[name].flag for text in wrong_texts(name)]
 WRONG = [
     {"batch_size": "many"},
     {"batch_size": "0"},
@@ -179,10 +201,163 @@ def test_a_panel_says_what_the_magic_says(shell, values):
             prepare(replace(request, hooks={**request.hooks, "loss": nn.MSELoss()}))
         reference = str(caught.value)
     checked = Checker(lambda: shell.ip.user_ns).check(Draft(Call("net", "train_set", values), "loss = criterion"))
-    assert checked.prepared is None
+    assert checked.plan is None
     ((name, said),) = checked.errors.items()
     assert said == reference
     assert name in ("", *values)
+
+
+@pytest.mark.parametrize("name, text", BY_ITSELF)
+def test_every_option_is_refused_in_the_words_of_the_magic(shell, name, text):
+    shell.run(f"%ddp_plan net train_set --{name.replace('_', '-')}='{text}'" if text else f"%ddp_plan net train_set --{name.replace('_', '-')} ''", check=False)
+    assert isinstance(shell.error, NbddpError), "the magic takes it"
+    checker = Checker(lambda: shell.ip.user_ns)
+    assert checker.error_of(name, text) in (str(shell.error), *([""] if name == "norm" else []))
+    checked = checker.check(Draft(Call("net", "train_set", {name: text}), "loss = criterion"))
+    assert dict(checked.errors) == {name: str(shell.error)}
+    assert checked.wrong == checked.unread == {name}
+    assert checked.plan is None
+    assert checked.prepared is not None, "what does not depend on it is still known"
+
+
+def test_what_is_wrong_with_the_name_of_the_run(shell):
+    for text in ("1x", "class", "a b"):
+        shell.run(f"%ddp_plan net train_set --as '{text}'", check=False)
+        checked = Checker(lambda: shell.ip.user_ns).check(Draft(Call("net", "train_set", bind=text), "loss = criterion"))
+        assert checked.errors == {"as": str(shell.error)}
+
+
+def test_a_variable_in_place_of_its_value(shell):
+    error = Checker(lambda: shell.ip.user_ns).error_of("batch_size", "n")
+    assert error.endswith("n is a variable of the notebook: write its value, 4")
+
+
+def test_what_remains_of_options_that_do_not_go_together(shell):
+    checker = Checker(lambda: shell.ip.user_ns)
+
+    def check(**values):
+        return checker.check(Draft(Call("net", "train_set", values), "loss = criterion"))
+
+    checked = check(nproc="2", batch_size="33", epochs="3")
+    assert (set(checked.errors), checked.wrong, checked.unread) == ({"batch_size"}, {"batch_size"}, set())
+    assert checked.outlined.config.batch_size == 33, "on other numbers of ranks it may be right"
+    assert checked.prepared.plan.stages[0].epochs == 3
+    checked = check(batch_size="8", per_rank_batch_size="4", lr="0.1")
+    assert checked.unread == checked.wrong == {"batch_size"}
+    assert checked.prepared.plan.stages[0].lr == 0.1
+    checked = check(batch_size="x", lr="y", epochs="0")
+    assert set(checked.errors) == checked.wrong == {"batch_size", "lr", "epochs"}
+    assert checked.prepared.plan.n_train == 64
+    shell.ip.user_ns["train_set"] = "gone"
+    checked = check(lr="0.1")
+    assert (checked.outlined, checked.prepared) == (None, None)
+    assert "train_set is a str" in checked.errors[""]
+
+
+def test_stages_and_samplers_of_the_body(shell):
+    checker = Checker(lambda: shell.ip.user_ns)
+    checked = checker.check(Draft(Call("net", "train_set"), "import nbddp\nstages = [nbddp.Stage('a', epochs=2), nbddp.Stage('b', lr=0.5)]\nloss = criterion"))
+    assert [stage.name for stage in checked.plan.plan.stages] == ["a", "b"]
+    assert checked.remarks == ()
+    checked = checker.check(Draft(Call("net", "train_set"), "stages = make()\nsampler = other\nloss = criterion"))
+    assert checked.remarks == ("the figures are without stages and sampler of the body, which is not run here: %%ddp_plan shows them",)
+    checked = checker.check(Draft(Call("net", "train_set"), "import nbddp\nstages = [nbddp.Stage(epochs=0)]\nloss = criterion"))
+    assert "epochs=0" in checked.errors["body"]
+    assert checker.check(Draft(Call("net", "train_set"), "loss = (")).errors == {"body": "SyntaxError: '(' was never closed (line 1 of the body)"}
+
+
+def test_a_run_by_the_name_of_its_variable(shell, tmp_path):
+    done = finished(tmp_path / "runs", epochs=1, steps_per_epoch=10)
+    shell.run(f"import nbddp\nmine = nbddp.attach({str(done.path)!r})")
+    calls = [Call("net", "train_set", {"init": init}) for init in ("mine", str(done.path))]
+    errors = [Checker(lambda: shell.ip.user_ns).check(Draft(call, "loss = criterion")).errors for call in calls]
+    assert errors[0] == errors[1]
+    assert "mine" not in str(errors[0])
+
+
+def test_bad_data_is_refused_as_by_the_magic(shell):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    class Endless:
+        def __getitem__(self, index):
+            return index
+
+    shell.ip.user_ns.update(stream=Stream(), endless=Endless(), bare=nn.Identity(), frozen=nn.Linear(2, 1).requires_grad_(requires_grad=False))
+    batches = DataLoader(shell.ip.user_ns["train_set"], batch_size=None)
+    shell.ip.user_ns["batches"] = batches
+    for line in ("net stream", "net endless", "bare train_set", "frozen train_set", "nett train_set", "net train_sett", "net batches", "net n", "n net"):
+        model, data = line.split()
+        request = shell.run(f"%ddp_plan {line}", check=False)
+        reference = str(shell.error)
+        if request is not None:
+            with pytest.raises(NbddpError) as caught:
+                prepare(replace(request, hooks={"loss": nn.MSELoss()}))
+            reference = str(caught.value)
+        checked = Checker(lambda: shell.ip.user_ns).check(Draft(Call(model, data), "loss = criterion"))
+        assert checked.errors == {"": reference}
+        assert checked.plan is None
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(config=configs())
+def test_a_line_and_the_cell_of_its_panel_are_the_same_configuration(shell, controls, config):
+    """Line -> panel -> written cell -> line, with the panel's own widgets; what a text box can't hold is left out."""
+    try:
+        line = write_line(Call("net", "train_set", told(config)))
+    except ConfigError:  # no line can say it
+        assume(False)
+    blank = [name for name in config.given if isinstance(text := getattr(config, name), str) and not text.strip()]
+    assume(not blank)
+    filled = draft(Source(), parse(expand(line, {})), {"criterion": 1})
+    controls.fill(filled.call.values)
+    typed = replace(filled, call=replace(filled.call, values=controls.values()))
+    cell = cell_of(typed)
+    back = TrainConfig(**parse(expand(uncommented(cell.removeprefix("%%ddp_train").removeprefix("%ddp_train").split("\n")[0]), {})).options)
+    assert back == config
+    plain = {name for name in config.given if getattr(config, name) == TrainConfig.model_fields[name].default}
+    switches = {name for name, field in controls.fields.items() if field.control.kind == "switch"}  # on and left out look the same, and are
+    assert back.given == {name for name in config.given if name not in plain or (name in MEANT and name not in switches)}
+
+
+@pytest.fixture(scope="module")
+def controls():
+    return Options({}, lambda name: (), Shared())
+
+
+def test_what_belongs_to_the_call_goes_through_its_controls():
+    call = CallControls(lambda name: ["val_set"], Shared())
+    full = Draft(Call("net", "train_set", {"lr": "1"}, val="val_set", loss="f", bind="first", note="a 'note'", background=True), "x = 1\n", ("said",))
+    for asked in (full, Draft(Call("net", "train_set"))):
+        call.fill(asked)
+        assert call.put_into(Draft(Call("net", "train_set", asked.call.values), "", asked.notes)) == asked
+    beside = {"config", "freeze_rb_layer", "no_load", "dry_run"}  # see the module's own text
+    assert {option.name for option in INVOCATION} - beside == set(call.controls) - {"body"}
+
+
+def test_none_takes_an_option_back(shell, tmp_path):
+    path = tmp_path / "s.yaml"
+    path.write_text("lr_scale: linear\nbase_batch_size: 32\nclip_norm: 1\npatience: 3\nmonitor: loss\n", encoding="utf-8")
+    assert "--lr-scale linear --base-batch-size 32 --clip-norm 1" in written(shell, f"net train_set --from {path} --cell")
+    assert written(shell, f"net train_set --from {path} --cell --lr-scale none --clip-norm none --patience none") == (
+        "%%ddp_train net train_set --monitor loss\nloss = criterion"
+    )
+    assert "--batch-size none" in written(shell, "net loader --batch-size none --cell"), "that of the loader"
+    request = shell.run(f"%%ddp_train net train_set --config {path} --lr-scale none\nloss = criterion")
+    assert TrainConfig(**request.options).base_batch_size is None
+
+
+def test_the_latest_run(shell, tmp_path):
+    assert refused(shell, "%ddp_config --from latest").startswith("no run latest")
+    for epochs in (2, 3):
+        run = finished(tmp_path / "runs", epochs=1, steps_per_epoch=10, config={"epochs": epochs})
+        run.write_spec({**run.read_spec(), "model_name": "net", "data_name": "train_set"})
+    newest = max((tmp_path / "runs").glob("2*"), key=lambda path: (path.name[:15], path.name[-4:]))
+    epochs = RunDir(newest).read_spec()["config"]["epochs"]
+    for word in ("latest", "last"):
+        assert written(shell, f"--from {word} --cell") == f"%%ddp_train net train_set -n 2 --epochs {epochs}\nloss = criterion"
+    assert written(shell, f"--from {newest} --cell") == written(shell, f"--from {newest.name} --cell")
 
 
 def test_what_is_right_has_a_plan_and_hooks_of_the_body_count(shell):
@@ -229,4 +404,4 @@ def test_an_error_of_the_users_own_code_is_shown_as_it_is(shell):
 
 def test_texts_of_a_configuration():
     config = TrainConfig(nproc=2, epochs=1, shuffle=True, lr=None, pin_memory=None, batch_size=64)
-    assert given_texts(config) == {"nproc": "2", "batch_size": "64", "epochs": "1", "shuffle": True}
+    assert given_texts(config) == {"nproc": "2", "batch_size": "64", "epochs": "1", "shuffle": True, "pin_memory": "auto"}

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import nbddp
+from nbddp.errors import ConfigError
 from nbddp.kernel.hooks import ARGUMENTS, check_hooks
-from nbddp.kernel.panel_body import STAND_INS, bound_names, found_loss, stages_text, stand_ins
+from nbddp.kernel.panel_body import STAND_INS, bound_names, found_loss, literal_stages, stages_text, stand_ins, syntax_error, unknown_hooks
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,38 @@ def test_a_loss_of_the_notebook_is_found(names, body):
     assert found_loss(names) == body
 
 
-def test_stages_are_code():
+def test_stages_are_code_that_is_read_without_being_run():
     stages = [nbddp.Stage("head", freeze="backbone.*", epochs=3), nbddp.Stage("all", train_only=["a", "b"], lr=1e-4, optimizer="sgd")]
     scope = {}
     exec(stages_text(stages), scope)
     assert [repr(stage) for stage in scope["stages"]] == [repr(stage) for stage in stages]
+    assert [repr(stage) for stage in literal_stages(stages_text(stages))] == [repr(stage) for stage in stages]
+
+
+@pytest.mark.parametrize(
+    "body, unknown",
+    [
+        ("loss = f", []),
+        ("stages = make()", ["stages"]),
+        ("stages = [nbddp.Stage(epochs=n)]", ["stages"]),
+        ("stages = [nbddp.Stage(epochs=3, 5)]", []),  # no Python
+        ("stages = [nbddp.Stage('a', 'b')]", ["stages"]),
+        ("stages = [Stage(epochs=3), other]", ["stages"]),
+        ("from nbddp import Stage\nstages = [Stage(epochs=3)]", []),
+        ("stages = []\nsampler = f", ["sampler"]),
+    ],
+)
+def test_what_only_the_body_knows(body, unknown):
+    assert unknown_hooks(body) == unknown
+
+
+def test_a_wrong_stage_is_said():
+    with pytest.raises(ConfigError, match="epochs=0"):
+        literal_stages("stages = [nbddp.Stage(epochs=0)]")
+
+
+def test_magics_are_no_syntax_errors():
+    body = "%matplotlib inline\nfiles = !ls\nloss = f"
+    assert bound_names(body) >= {"files", "loss"}
+    assert syntax_error(body) == ""
+    assert syntax_error("loss = (") == "SyntaxError: '(' was never closed (line 1 of the body)"

@@ -31,7 +31,7 @@ def test_what_is_not_available_yet_is_shown_and_can_not_be_set():
     [
         ("optimizer", "choice", [("default (adamw)", ""), ("adam", "adam"), ("adamw", "adamw")]),
         ("lr_scale", "choice", [("default", ""), ("linear", "linear"), ("sqrt", "sqrt")]),
-        ("pin_memory", "choice", [("default", ""), ("true", "true"), ("false", "false")]),
+        ("pin_memory", "choice", [("default", ""), ("true", "true"), ("false", "false"), ("auto", "auto")]),
         ("precision", "choice", [("default (auto)", ""), ("auto", "auto"), ("bf16", "bf16")]),
         ("shuffle", "switch", []),
         ("lr", "text", []),
@@ -49,7 +49,7 @@ def test_kinds(name, kind, choices):
 
 def test_the_default_is_what_a_loader_brings():
     brought = {control.name: control for members in controls({"shuffle": False, "num_workers": 4, "pin_memory": True}).values() for control in members}
-    assert (brought["shuffle"].default, brought["num_workers"].default, brought["pin_memory"].kind) == (False, "4", "switch")
+    assert (brought["shuffle"].default, brought["num_workers"].default, brought["pin_memory"].choices[0]) == (False, "4", ("default (true)", ""))
     assert brought["num_workers"].help.endswith("the DataLoader's where it is left out")
     assert [entered(brought["shuffle"], value) for value in (True, False)] == [True, None]
     assert [entered(ALL["shuffle"], value) for value in (True, False)] == [None, False]
