@@ -12,7 +12,7 @@ from nbddp.checkpoint.folder import SUFFIXES
 from nbddp.checkpoint.loading import LOAD_HINT, Loaded, load_state, misfits
 from nbddp.checkpoint.names import match, without_wrappers
 from nbddp.checkpoint.reading import read
-from nbddp.checkpoint.resumable import newest_complete, read_resumable
+from nbddp.checkpoint.resumable import newest_complete, of_the_end, read_resumable
 from nbddp.checkpoint.snapshot import buffer_names, check_plain, model_state, non_finite, plain
 from nbddp.checkpoint.writing import FORMAT, VERSION, clear_unfinished, link, write
 
@@ -38,6 +38,7 @@ __all__ = [
     "model_state",
     "newest_complete",
     "non_finite",
+    "of_the_end",
     "plain",
     "read",
     "read_resumable",

@@ -17,9 +17,10 @@ from nbddp.checkpoint.loading import Loaded, load_found
 from nbddp.checkpoint.misfit import readable
 from nbddp.checkpoint.names import without_wrappers
 from nbddp.checkpoint.reading import read
+from nbddp.checkpoint.resumable import of_the_end
 from nbddp.checkpoint.writing import FORMAT, first_line
 from nbddp.errors import CheckpointError, ConfigError
-from nbddp.rundir import find_run
+from nbddp.rundir import RunDir, find_run
 from nbddp.runroot import run_root
 
 
@@ -130,7 +131,7 @@ def _say(path: Path, remarks: list[str]) -> None:
 def checkpoint_path(path_or_run: object) -> Path:
     """The file that a path, a run directory or a Run stands for, whether it is there or not."""
     place = Place.of(getattr(path_or_run, "dir", path_or_run))  # type: ignore[arg-type]
-    return place.path / "checkpoints" / "last.pt" if place.is_folder else place.path
+    return of_the_end(RunDir(place.path)) if place.is_folder else place.path
 
 
 def located(path_or_run: object) -> Path:
@@ -152,7 +153,7 @@ def located(path_or_run: object) -> Path:
     if place.is_there or path.suffix in SUFFIXES or len(path.parts) != 1:
         return path
     try:
-        return find_run(str(given), run_root()).checkpoints / "last.pt"
+        return of_the_end(find_run(str(given), run_root()))
     except ConfigError as error:
         message = f"{readable(given)} is neither a file nor a run: {error}"
         raise CheckpointError(message) from None
@@ -160,6 +161,6 @@ def located(path_or_run: object) -> Path:
 
 def _last_of(folder: Path) -> Path:
     if (folder / "spec.json").is_file() or (folder / "checkpoints").is_dir():
-        return folder / "checkpoints" / "last.pt"
+        return of_the_end(RunDir(folder))
     message = f"{folder} is a folder, not a run directory; {described(folder)}"
     raise CheckpointError(message)

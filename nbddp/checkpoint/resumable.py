@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from nbddp.rundir import RunDir
+
 _NONE = type(None)
 _SCHEMA: dict[str, tuple[type, ...]] = {
     "model": (dict,),
@@ -135,3 +137,16 @@ def newest_complete(folder: Path, exclude: Collection[Path] = ()) -> tuple[Path,
             continue
         return path, content
     return None
+
+
+def of_the_end(run: RunDir) -> Path:
+    """What a run has come to: last.pt, or where it was cut off a complete file of a later step, since best.pt may be written more often."""
+    last, state = run.checkpoints / "last.pt", (run.read_result() or {}).get("state")
+    if state == "finished":
+        return last
+    newest = newest_complete(run.checkpoints, exclude=(last,))
+    try:
+        later = newest is not None and newest[1]["step"] > read_resumable(last)["step"]
+    except CheckpointError:
+        later = state is not None and not last.is_file()
+    return newest[0] if newest is not None and later else last

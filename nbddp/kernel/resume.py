@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp import checkpoint, norm
 from nbddp.errors import CheckpointError, ConfigError, suggest
-from nbddp.kernel.text import short_id
+from nbddp.kernel.text import short_id, value_text
 from nbddp.rundir import RunDir, find_run, run_dirs
 
 if TYPE_CHECKING:
@@ -207,8 +207,9 @@ def _complete(run: RunDir) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _newest(run: RunDir) -> tuple[Path, dict[str, Any], list[str]]:
-    """last.pt, or where it can't be read the newest checkpoint that can."""
+    """The checkpoint of the run's end, or where it can't be read the newest that can."""
     last = run.checkpoints / "last.pt"
+    last = checkpoint.of_the_end(run) if last.is_file() else last
     try:
         return last, checkpoint.read_resumable(last, verify=True), []
     except CheckpointError as error:
@@ -231,7 +232,7 @@ def _best(path: Path, facts: dict[str, Any], run: RunDir | None) -> tuple[Path |
     for file, content in [] if run is None else _complete(run):
         if int(content["step"]) == at and (content.get("best") or {}).get("value") == best["value"]:
             return file, []
-    return None, [f"the best weights so far, of epoch {best['epoch']} ({best['value']:.4g}), are not there any more: the best starts anew"]
+    return None, [f"the best weights so far, of epoch {best['epoch']} ({value_text(float(best['value']))}), are not there any more: the best starts anew"]
 
 
 def closest_boundary(point: ResumePoint) -> Path | None:

@@ -27,7 +27,7 @@ from nbddp.kernel.request import Bind, Request
 from nbddp.kernel.run import Run
 from nbddp.kernel.runs import register
 from nbddp.kernel.stopping import stopping_of
-from nbddp.kernel.text import bytes_text
+from nbddp.kernel.text import bytes_text, short_id
 from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local
 from nbddp.launch.order import Order
@@ -68,7 +68,7 @@ def train(request: Request, bind: Bind | None = None) -> Run:
     with Interrupts().taken() as interrupts:
         prepared = prepare(request)
         run_dir, plan_line = _write(prepared, interrupts)
-        if heads := [*([plan_line] if in_kernel() else []), *prepared.remarks]:  # in a terminal the view begins with the plan
+        if heads := [*([plan_line] if in_kernel() else []), *prepared.remarks]:  # in a terminal the plan comes with the run's name
             print("\n".join(heads))  # noqa: T201 - heads the run
         supervised = local.launch(run_dir, _order(prepared, run_dir), local.standby)
         try:
@@ -83,6 +83,9 @@ def train(request: Request, bind: Bind | None = None) -> Run:
             raise
         if request.background:
             interrupts.handle(watch.interrupted)
+            if not in_kernel():
+                said = f"{short_id(run.id)}: {plan_line} · in the background: {run.called}.wait() waits for it"
+                print(said)  # noqa: T201 - the only word of a run that has no view
             return run
         interrupts.wait(run.follower.done, watch.interrupted)
         watch.end()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp import checkpoint, norm
 from nbddp.errors import CheckpointError, ConfigError
+from nbddp.launch.progress import BY_FORCE
+from nbddp.numerals import value_text
 from nbddp.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def initial_weights(init: str, model: nn.Module, root: Path, swaps: Mapping[str,
             if path.suffix in checkpoint.SUFFIXES:
                 message = f"init={init}: no such checkpoint file; init is current, initial, a run, or a file"
                 raise ConfigError(message)
-            path = find_run(init, root).checkpoints / "last.pt"
+            path = checkpoint.of_the_end(find_run(init, root))
     found = checkpoint.found_in(checkpoint.read(path), path)
     problems = checkpoint.misfits(model, found)
     swapped = unswapped = False
@@ -115,13 +117,13 @@ def chosen(config: TrainConfig, *, patient: bool) -> str | None:
 
 
 def file_of(run: RunDir, which: str | int) -> Path:
-    """The checkpoint file that `which` names.
+    """The checkpoint file that `which` names; `last` is the newest complete one, whichever file holds it.
 
     Raises:
         CheckpointError: lists what is there.
     """
     name = f"epoch-{which:04d}" if isinstance(which, int) and not isinstance(which, bool) else str(which)
-    path = run.checkpoints / f"{name}.pt"
+    path = checkpoint.of_the_end(run) if which == "last" else run.checkpoints / f"{name}.pt"
     if path.is_file():
         return path
     if not run.path.is_dir():
@@ -150,11 +152,13 @@ class Landed:
     """What a model holds after a load.
 
     Attributes:
+        file: the checkpoint, by the name of its file.
         at: words for where in training the weights are from.
         swapped: words for what became of the model's normalization layers; None where nothing did.
         facts: what else the checkpoint says.
     """
 
+    file: str
     at: str
     swapped: str | None
     facts: Mapping[str, Any]
@@ -178,10 +182,10 @@ def load_into(model: nn.Module, run: RunDir, which: str | int) -> Landed:
     swapped = _swap_and_load(model, run, state, path, initial=which == "initial")
     if which == "initial":
         origin.loaded = None
-        return Landed("its initial weights", swapped, content)
+        return Landed(path.stem, "its initial weights", swapped, content)
     at = f"epoch {content['epoch']}" + (f", step {content['step']}" if not _whole(content) else "")
     origin.loaded, origin.versions = f"run {run.id.rsplit('-', 1)[1]}, {at}", _versions(model)
-    return Landed(at, swapped, content)
+    return Landed(path.stem, at, swapped, content)
 
 
 def _swap_and_load(model: nn.Module, run: RunDir, state: Mapping[str, Any], path: Path, *, initial: bool) -> str | None:
@@ -228,15 +232,30 @@ def remember_initial(model: nn.Module, run: RunDir) -> None:
         origin.initial = path
 
 
-def holds_line(name: str, which: str, landed: Landed, state: RunState, monitor: str, called: str) -> str:
-    """The last line of a run, which is `called` so in the notebook: what the model holds, and whether there was better."""
-    entry = next((c for c in state.checkpoints if c["name"] == which), None)
-    value = None if entry is None else entry.get("value")
-    shown = "" if value is None else f" ({monitor} {float(value):.4g})"
+def holds_line(name: str, landed: Landed, state: RunState, monitor: str, called: str) -> str:
+    """The last line of a run, which is `called` so in the notebook: what the model holds, whether there was better, and whether the run was cut off."""
+    step, value = landed.facts.get("step"), landed.facts.get("value")
+    shown = "" if value is None else f" ({monitor} {value_text(float(value))})"
     line = f"{name}: {landed.at}{shown}"
     best = state.best
-    if which == "last" and best is not None and entry is not None and best["step"] != entry["step"] and best["value"] != value:
-        line += f'; best was epoch {best["epoch"]} ({float(best["value"]):.4g}): {called}.load("best")'
-    elif which == "best":
+    if landed.file == "best":
         line += ", the best"
+    elif best is not None and best["step"] != step and best.get("value") not in (None, value):
+        line += f'; best was epoch {best["epoch"]} ({value_text(float(best["value"]))}): {called}.load("best")'
+    line += f"; {cut}" if (cut := cut_off(state)) else ""
     return line if landed.swapped is None else f"{line}; {landed.swapped}"
+
+
+def nothing_of(run: RunDir, state: RunState) -> str:
+    """Why a run that was cut off has no weights of its own; empty for others."""
+    if not (cut := cut_off(state)) or any(path.stem != "initial" for path in run.checkpoints.glob("*.pt")):
+        return ""
+    return f"{cut}, before its first checkpoint" if state.step else cut
+
+
+def cut_off(state: RunState) -> str:
+    """What happened to a run that was stopped, but not in order; empty for others."""
+    if state.state != "stopped" or state.stop_reason not in BY_FORCE:
+        return ""
+    how = "killed" if state.stop_reason == "killed" else "terminated"
+    return f"the run was {how} " + (f"after step {state.step}" if state.step else "before its first step")

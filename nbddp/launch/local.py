@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nbddp.errors import LaunchError
 from nbddp.events import SUPERVISOR, EventReader, EventWriter
 from nbddp.failure import Failure, signal_name
-from nbddp.launch.progress import Progress
+from nbddp.launch.progress import Progress, last_words
 from nbddp.launch.scratch import remove_scratch
 from nbddp.launch.standby import Standby
 from nbddp.process import ProcessId
@@ -151,6 +151,7 @@ def settle(run: RunDir, *, number: int | None = None) -> dict[str, Any] | None:
     What is left of the run's processes is killed first. `number` is the signal that ended the supervisor, where that is known.
     """
     if (result := run.read_result()) is not None:
+        _tidy(run)
         return result
     if run.live():
         return None
@@ -167,10 +168,17 @@ def settle(run: RunDir, *, number: int | None = None) -> dict[str, Any] | None:
     if nproc and progress.all_finished(nproc):
         return _conclude(run, progress, "stopped" if (progress.ranks[0].finished or {}).get("stopped") else "finished", None)
     if run.asked() == "stop":
-        progress.stop_reason = progress.stop_reason or "killed"
+        progress.stop_reason = "terminated" if number == signal.SIGTERM else "killed"
         return _conclude(run, progress, "stopped", None)
     how = "was killed or crashed" if number is None else f"was killed by signal {number} ({signal_name(number)})"
     return _conclude(run, progress, "failed", Failure("WorkerLost", f"the supervisor of the run {how}, and its ranks ended with it", signal=number))
+
+
+def _tidy(run: RunDir) -> None:
+    """Remove what a supervisor leaves that was killed after it had written the result."""
+    owner = run.supervisor()
+    if owner is not None and owner[0] == socket.gethostname() and not owner[1].alive():
+        remove_scratch(owner[1])
 
 
 def _await_end(run: RunDir) -> None:
@@ -195,7 +203,7 @@ def _conclude(run: RunDir, progress: Progress, state: str, failure: Failure | No
     if run.write_result(result):
         # A file of its own: the supervisor's may end in the middle of a line.
         events = EventWriter(run.events / "settled.jsonl", run=run.id, rank=SUPERVISOR)
-        events.emit("exited", state=state, exits={}, error=error)
+        events.emit("exited", **last_words(result), exits={})
         events.close()
         release_data(run.root)
     return run.read_result() or result

@@ -79,8 +79,8 @@ class Progress:
 
     def _heartbeat(self, row: RankProgress, data: dict[str, Any]) -> bool:
         row.phase = str(data.get("phase", row.phase))
-        if row.rank == 0 and isinstance(step := data.get("step"), int):
-            self.step = max(self.step, step)
+        if row.rank == 0 and isinstance(step := data.get("step"), int) and step > self.step:
+            self.step, self.epoch = step, int((data.get("position") or [self.epoch])[0])
         before, row.place = row.place, (tuple(data.get("position") or ()), row.phase)
         return row.place != before
 
@@ -106,3 +106,12 @@ class Progress:
             "stop_reason": self.stop_reason,
             "summary": {"step": self.step, "epoch": self.epoch, "loss": self.loss, "best": self.best},
         }
+
+
+BY_FORCE = ("terminated", "killed", "the kernel ended")
+"""Reasons of runs that were stopped, but did not come to a common step and a last checkpoint."""
+
+
+def last_words(result: dict[str, Any]) -> dict[str, Any]:
+    """What the supervisor's last event repeats of a record for result.json."""
+    return {key: result[key] for key in ("state", "error", "step", "epoch", "stop_reason")}

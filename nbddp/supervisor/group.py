@@ -1,13 +1,17 @@
-"""The group of ranks, started and joined by torch elastic's agent. Runs in the supervisor, but for `_rank`, which is where a rank begins."""
+"""The group of ranks, started and joined by torch elastic's agent. Runs in the supervisor, but for `_rank`, which is where a rank begins.
+
+The agent has a thread of its own, and nothing depends on its return: of what it shares with the ranks, one that is killed may have kept a part.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -19,8 +23,11 @@ from nbddp.supervisor.rendezvous import LoopbackRendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import NoReturn
 
 MONITOR_INTERVAL_S = 0.1
+# It warns that it can't handle signals beside the main thread; those of the supervisor are `Signals`' to handle.
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
 
 _PLACE = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -39,8 +46,12 @@ class Job:
     attempt: int = 0
 
 
-def _rank(job: Job) -> None:
-    """Enter the worker with the environment that it is to install: the kernel's, and in it the rank's place in the group."""
+def _rank(job: Job) -> NoReturn:
+    """Enter the worker with the environment that it is to install: the kernel's, and in it the rank's place in the group.
+
+    It leaves in order, but does not return to torch, which would have it wait for the other ranks under a lock that the agent takes as well: a rank that
+    is terminated there keeps the lock for ever. (Exit code 0 written out would be caught on the way, and waited with.)
+    """
     deathguard.die_with_parent()
     place = {name: os.environ[name] for name in _PLACE}
     try:
@@ -49,6 +60,7 @@ def _rank(job: Job) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         raise SystemExit(1) from None
+    raise SystemExit
 
 
 class _NoLogs(LogsSpecs):
@@ -66,7 +78,10 @@ class _NoLogs(LogsSpecs):
 
 
 class Group(LocalElasticAgent):
-    """The elastic agent of one run on this machine. Call `run` in the main thread."""
+    """The elastic agent of one run on this machine. `work` runs it; the rest is for the thread that watches.
+
+    It notices ends, and ends no rank itself: torch's own way, upon the first failure, is to wait 30 s for the others.
+    """
 
     def __init__(self, job: Job, *, run_id: str, nproc: int) -> None:
         spec = WorkerSpec(
@@ -80,30 +95,53 @@ class Group(LocalElasticAgent):
         )
         super().__init__(spec, _NoLogs(), start_method="forkserver")
         self.nproc = nproc
-        self.over = threading.Event()
-        """Set when all ranks are gone: the agent waits for ever for one that left with exit code 0 before it returned."""
-        self.gone_first: set[int] = set()
-        """Ranks that had ended before the agent sent SIGTERM to any."""
+        self.error: BaseException | None = None
+        """What kept the agent from starting or joining the ranks."""
+        self._done = threading.Event()
         self._processes: dict[int, ProcessId] = {}
+        self._exits: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Start the ranks, in a thread."""
+        threading.Thread(target=self._work, name="agent", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of all ranks, as the agent sees it; return whether it has come."""
+        return self._done.wait(timeout_s)
 
     def processes(self) -> dict[int, ProcessId]:
-        """The ranks' processes, by rank; empty until all are started. From any thread."""
+        """The ranks' processes, by rank; empty until all are started."""
         if not self._processes and self._pcontext is not None:
             # A rank that is gone before it was looked at has no start time any more; no living process has start time -1.
             self._processes = {rank: ProcessId.of(pid) or ProcessId(pid, -1) for rank, pid in self._pcontext.pids().items()}
         return self._processes
 
     def exits(self) -> dict[int, int | None]:
-        """Exit code of each rank, negative for a signal. In the main thread, once `run` is over."""
-        context = getattr(self._pcontext, "_pc", None)  # the agent itself reports the first failure only
-        return {} if context is None else {rank: process.exitcode for rank, process in enumerate(context.processes)}
+        """Exit code of each rank, negative for a signal; None where the agent has not seen its end."""
+        known = dict(self._exits)
+        return {rank: known.get(rank) for rank in range(self.nproc)}
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self.over.is_set():
+    def _work(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # noqa: BLE001 - reported by the thread that watches
+            self.error = error
+        finally:
+            self._done.set()
+
+    def _monitor_workers(self, _worker_group: WorkerGroup) -> RunResult:
+        context: Any = self._pcontext  # it has the processes, but no public way to look at them without waiting
+        for rank, process in enumerate(context._pc.processes):
+            if rank not in self._exits and (code := process.exitcode) is not None:
+                self._exits[rank] = code
+        if len(self._exits) < self.nproc:
+            return RunResult(state=WorkerState.HEALTHY)
+        if any(self._exits.values()):
             return RunResult(state=WorkerState.FAILED)
-        self.gone_first.update(rank for rank, process in self.processes().items() if not process.alive())
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._exits))
+
+    def _exit_barrier(self) -> None:
+        """There is no other agent to wait for."""
 
     def _get_fq_hostname(self) -> str:
         return "localhost"  # the agent puts it into its metrics; asking a name server that does not answer takes seconds

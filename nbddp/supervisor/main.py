@@ -1,6 +1,6 @@
 """The life of a supervisor: it begins as a fork of the standby with an order, forms the group of ranks, and ends with the run.
 
-Its main thread lives as long as the process, which the fork server's life hangs on. Imports no Jupyter.
+Its main thread, which the fork server's life hangs on, watches the ranks and says how the run ended. Imports no Jupyter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from nbddp.events import SUPERVISOR, EventWriter
 from nbddp.failure import Failure
-from nbddp.launch.progress import Progress
+from nbddp.launch.progress import Progress, last_words
 from nbddp.launch.scratch import make_scratch
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir, release_data
@@ -41,6 +41,8 @@ def main(order: Order, entry: Callable[[str, dict[str, str], int], None]) -> NoR
         run = RunDir(Path(order.run_dir))
         _redirect(run.log(None))
         run.write_supervisor(ProcessId.current())
+        if run.read_result() is not None:  # whoever was to kill it found nobody, and wrote that down
+            os._exit(0)
         os.chdir(run.path)
         folder = make_scratch(ProcessId.current())
         tempfile.tempdir = str(folder)
@@ -78,8 +80,9 @@ def supervise(run: RunDir, order: Order, entry: Callable[[str, dict[str, str], i
     if state == "failed" and not progress.first_step:
         run.drop_payload()
     error_record = None if failure is None else failure.to_json()
-    run.write_result(progress.result(state, error_record, time.time()))
-    events.emit("exited", state=state, exits={str(rank): code for rank, code in exits.items()}, error=error_record)
+    result = progress.result(state, error_record, time.time())
+    run.write_result(result)
+    events.emit("exited", **last_words(result), exits={str(rank): code for rank, code in exits.items()})
     events.close()
     if not order.kernel.alive():
         release_data(run.root)
@@ -99,15 +102,10 @@ def _run_group(
     plan = spec["plan"]
     group = Group(Job(entry, order.run_dir, _environment(order, plan["threads"])), run_id=run.id, nproc=plan["nproc"])
     watch = Watch(run, order, group, signals, fork_server, TrainConfig(**spec["config"]))
-    watch.start()
-    try:
-        result = group.run()
-    finally:
-        watch.close()
-    if watch.crash is not None:
-        raise watch.crash
+    group.start()
+    watch.follow()
     exits = group.exits()
-    state, failure = watch.outcome(exits, next(iter(result.failures), None))
+    state, failure = watch.outcome(exits)
     if state == "failed" and failure is not None and failure.kind == "WorkerLost" and not any(row.process for row in watch.progress.ranks.values()):
         failure = Failure("LaunchError", f"the process group did not form: {failure.message}", failure.rank, signal=failure.signal, exit_code=failure.exit_code)
     return state, failure, watch.progress, exits

@@ -1,12 +1,11 @@
-"""Watches the ranks, the kernel and the signals of a run, and ends the ranks when it has to. A thread of the supervisor, beside the agent's main thread.
+"""Watches the ranks, the kernel and the signals of a run, and ends the ranks when it has to. The work of the supervisor's main thread.
 
-The agent alone would wait 30 s for a rank that ignores SIGTERM, take `os._exit(0)` for success, and know nothing of kernels and hangs.
+It waits for nothing that a rank may hold, and is the only one that signals ranks: whatever their exit codes are after that, they are its doing.
 """
 
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 NOTICE_S = 0.3
-"""The agent is given this long to notice a rank's end by itself, since it knows which came first."""
+"""From a rank's end until the others are told to: those that failed with it say so meanwhile, and the one that was first among them is reported."""
 LEAVE_S = 0.5
 """A rank that has written why it failed is given this long to leave."""
 TERM_S = 1.5
@@ -37,6 +36,8 @@ STOP_S = 5.0
 """A run whose kernel has ended is given this long to stop in order."""
 TEARDOWN_S = 5.0
 """Ranks that have finished are given this long to exit."""
+LATE_S = 4.0
+"""The agent is given this long to see the end of ranks that are gone or were killed; it may wait for ever for one that took a lock with it."""
 DELETED_S = 1.0
 """A run directory is missing for this long before it counts as deleted: a network file system may be slow to tell."""
 _KERNEL_EVERY_S = 0.2
@@ -45,21 +46,18 @@ _MEMORY_EVERY_S = 1.0
 Cause = Literal["failure", "terminated", "kernel", "hang", "teardown", "fork server", "deleted"]
 
 
-class Watch(threading.Thread):
-    """Start it before `Group.run` and `close` it after; then ask for its `outcome`."""
+class Watch:
+    """Start the group, let it `follow` that to its end, then ask for its `outcome`."""
 
     def __init__(self, run: RunDir, order: Order, group: Group, signals: Signals, fork_server: ProcessId, config: TrainConfig) -> None:
-        super().__init__(name="watch", daemon=True)
         self.progress = Progress()
-        self.crash: BaseException | None = None
         self._run_dir, self._order, self._group, self._signals, self._fork_server = run, order, group, signals, fork_server
         self._reader = EventReader(run.events)
         now = time.monotonic()
         self._hang = HangWatch(config.hang_after_s, now, compile_timeout_s=config.compile_timeout_s)
         self._memory = MemoryWatch()
-        self._closed = threading.Event()
         self._gone: dict[int, float] = {}
-        self._ours: set[int] = set()
+        self._told: set[int] = set()
         self._cause: Cause | None = None
         self._ending = 0.0
         self._kernel_gone: float | None = None
@@ -68,38 +66,42 @@ class Watch(threading.Thread):
         self._next_kernel = self._next_memory = now
         self._hang_failure: Failure | None = None
 
-    def run(self) -> None:
-        """Tick until closed; a run that can't be watched is ended."""
+    def follow(self) -> None:
+        """Tick until the ranks have ended, whether or not the agent has seen that. A run that can't be watched is ended."""
         try:
-            while not self._closed.wait(TICK_S):
+            while not (self._group.wait(TICK_S) or self._overdue(time.monotonic())):
                 self._tick(time.monotonic())
-        except BaseException as error:  # noqa: BLE001 - reported by the main thread, which goes on when the ranks are gone
-            self.crash = error
+            self._read(time.monotonic())
+            self._heed_signals()  # that ended the ranks as well, before there was a tick
+        except BaseException:
             for process in [*self._group.processes().values(), self._fork_server]:
                 process.send(signal.SIGKILL)
-            self._group.over.set()
+            raise
+        error = self._group.error
+        if error is not None and self._cause is None and self._fork_server.alive() and not self.progress.all_finished(self._group.nproc):
+            raise error
 
-    def close(self) -> None:
-        """Stop watching, and read the last events."""
-        self._closed.set()
-        self.join()
-        self._read(time.monotonic())
+    def _overdue(self, now: float) -> bool:
+        """Whether the agent has had its time since the last rank was gone, or should be."""
+        if len(self._gone) == self._group.nproc:
+            return now - max(self._gone.values()) > LATE_S
+        return self._cause is not None and now - self._ending > TERM_S + LATE_S
 
-    def outcome(self, exits: dict[int, int | None], first: int | None) -> tuple[str, Failure | None]:
-        """State and failure of the run, once the ranks are gone; `first` is the rank whose end the agent saw first."""
+    def outcome(self, exits: dict[int, int | None]) -> tuple[str, Failure | None]:
+        """State and failure of the run, once the ranks are gone."""
         if self.progress.all_finished(self._group.nproc):
             last = self.progress.ranks[0].finished or {}
             return ("stopped" if last.get("stopped") else "finished"), None
-        orphaned = not self._fork_server.alive()
+        orphaned = self._cause in (None, "fork server") and not self._fork_server.alive()
         if orphaned:  # nobody was left to tell exit codes, and 255 is what multiprocessing makes of that
             exits = {rank: None if code == 255 else code for rank, code in exits.items()}
-        failure = verdict(self._ends(exits, first), memory_hint=self._memory.hint())
+        failure = verdict(self._ends(exits), memory_hint=self._memory.hint())
         if orphaned and (failure is None or failure.signal is None):
             failure = Failure("WorkerLost", "the process that starts the ranks was killed; the ranks ended with it")
         if failure is not None:
             return "failed", failure
         if self._run_dir.asked() == "stop":
-            self.progress.stop_reason = self.progress.stop_reason or ("the kernel ended" if self._kernel_gone is not None else "terminated")
+            self.progress.stop_reason = "terminated" if self._kernel_gone is None else "the kernel ended"
             return "stopped", None
         return "failed", self._hang_failure or self._unexplained()
 
@@ -110,25 +112,22 @@ class Watch(threading.Thread):
             return Failure("WorkerLost", message, signal=number)
         return Failure("WorkerLost", "the ranks ended before they had finished, without a word")
 
-    def _ends(self, exits: dict[int, int | None], first: int | None) -> list[RankEnd]:
-        """What is known of each rank's end; what a rank wrote after it was told to end is not its own failure."""
+    def _ends(self, exits: dict[int, int | None]) -> list[RankEnd]:
+        """What is known of each rank's end. Once they are told to end, nothing is a rank's own failure any more: neither what it writes nor how it leaves."""
         ends = []
         for rank in range(self._group.nproc):
             row = self.progress.ranks.get(rank)
             failed = None if row is None else row.failed
             gone = self._gone.get(rank, time.monotonic())
             when = row.failed_time if row is not None and failed is not None else gone
-            if failed is not None and self._cause is not None and when > self._ending:
+            if self._cause is not None and when > self._ending:
                 failed = None
             code = exits.get(rank)
-            by_agent = code == -signal.SIGTERM and rank != first and rank not in self._group.gone_first
-            told = rank in self._ours or by_agent or (code == -signal.SIGTERM and self._signals.received is not None)
+            ours = self._cause is not None and gone > self._ending
             finished = row is not None and row.finished is not None
             phase = "" if row is None else row.phase
             in_collective = code == -signal.SIGABRT and (phase in ("sync", "backward") or self._logged_collective(rank))
-            if rank == first and failed is None:  # of ranks that were killed at once, the agent's first comes first
-                when -= 2 * TICK_S
-            ends.append(RankEnd(rank, when, code, failed, finished, told, in_collective))
+            ends.append(RankEnd(rank, when, code, failed, finished, ours, in_collective))
         return ends
 
     def _logged_collective(self, rank: int) -> bool:
@@ -146,21 +145,16 @@ class Watch(threading.Thread):
             self._next_kernel = now + _KERNEL_EVERY_S
             self._watch_kernel(now)
             self._watch_directory(now)
-        if self._signals.received is not None:
-            self._end("terminated", now)
-        if not processes:
-            return
-        if now >= self._next_memory:
+        self._heed_signals()
+        if processes and now >= self._next_memory:
             self._next_memory = now + _MEMORY_EVERY_S
             self._memory.sample({rank: process.pid for rank, process in processes.items()})
         self._watch_ranks(processes, now)
         compiling = any(row.phase == "compiling" for row in self.progress.ranks.values())
-        if self._cause is None and self._hang.tick(now, moved=moved, first_step=self.progress.first_step, compiling=compiling):
+        if processes and self._cause is None and self._hang.tick(now, moved=moved, first_step=self.progress.first_step, compiling=compiling):
             self._hung(now)
         if self._cause is not None:
             self._press(processes, now)
-        if len(self._gone) == self._group.nproc and now - max(self._gone.values()) > NOTICE_S:
-            self._group.over.set()
 
     def _read(self, now: float) -> bool:
         moved = False
@@ -169,6 +163,10 @@ class Watch(threading.Thread):
         if self._finished is None and self.progress.all_finished(self._group.nproc):
             self._finished = now
         return moved
+
+    def _heed_signals(self) -> None:
+        if self._signals.received is not None:
+            self._end("terminated", self._signals.time)
 
     def _watch_kernel(self, now: float) -> None:
         if self._order.on_kernel_exit == "continue":
@@ -223,18 +221,16 @@ class Watch(threading.Thread):
         self._end("hang", now)
 
     def _end(self, cause: Cause, now: float) -> None:
-        """Begin to end the ranks; the first cause counts."""
-        if self._cause is not None:
-            return
-        self._cause, self._ending = cause, now
-        for rank, process in self._group.processes().items():
-            if rank not in self._gone and process.send(signal.SIGTERM):
-                self._ours.add(rank)
+        """The ranks are to end from now on; the first cause counts."""
+        if self._cause is None:
+            self._cause, self._ending = cause, now
 
     def _press(self, processes: dict[int, ProcessId], now: float) -> None:
-        """SIGKILL for those who did not follow SIGTERM."""
-        if now - self._ending < TERM_S:
-            return
+        """SIGTERM for those who were not told yet; SIGKILL for those who did not follow it."""
+        late = now - self._ending >= TERM_S
+        if late and not processes:  # they are being started: those who are there end with the process that does so
+            self._fork_server.send(signal.SIGKILL)
         for rank, process in processes.items():
-            if rank not in self._gone and process.send(signal.SIGKILL):
-                self._ours.add(rank)
+            if rank not in self._gone and (late or rank not in self._told):
+                self._told.add(rank)
+                process.send(signal.SIGKILL if late else signal.SIGTERM)

@@ -31,7 +31,7 @@ from nbddp.plans import Plan
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
 from nbddp.worker.context import Context
-from nbddp.worker.failure import failure_record
+from nbddp.worker.failure import failure_record, shortened
 from nbddp.worker.group import join_group, leave_group
 from nbddp.worker.loop import train
 from nbddp.worker.output import redirect
@@ -59,15 +59,15 @@ def entry(run_dir: str, environment: dict[str, str], attempt: int) -> None:
         _work(run, rank, attempt, events, position, cells)
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: whatever ends it is written down, SystemExit included
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a loader worker ends, and would do so in here
-        _leave(failure_record(error, cells, position.phase), events)
+        _leave(failure_record(error, cells, position.phase), events, run.log(rank))
     events.close()
 
 
-def _leave(record: dict[str, Any], events: EventWriter) -> NoReturn:
-    """Write down why, and end at once: the group is broken, nothing of it can be left in order, and atexit handlers could wait for it."""
+def _leave(record: dict[str, Any], events: EventWriter, log: Path) -> NoReturn:
+    """Write down why, all of it in the log, and end at once: the group is broken, nothing of it can be left in order, and atexit handlers could wait for it."""
     code = CANNOT_WRITE
     with contextlib.suppress(OSError):  # a full disk: then at least the exit code says it
-        events.emit("failed", **record)
+        events.emit("failed", **shortened(record, log))
         code = 1
     with contextlib.suppress(OSError):
         sys.stdout.flush()

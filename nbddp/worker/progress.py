@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from nbddp.numerals import value_text
+
 if TYPE_CHECKING:
     from nbddp.worker.context import RankStage
 
@@ -122,7 +124,7 @@ class Monitor:
     @property
     def why(self) -> str:
         """Why the stage ends, in words."""
-        best = "none was finite" if self.best.value is None else f"the best was {self.best.value:.4g} in epoch {self.best.epoch}"
+        best = "none was finite" if self.best.value is None else f"the best was {value_text(self.best.value)} in epoch {self.best.epoch}"
         return f"{self.name} was not better {self._without_gain} times in a row; {best}"
 
     def take_fresh(self) -> float | None:

@@ -63,8 +63,42 @@ def test_the_second_a_moment_later_terminates_ranks_that_do_not_come_to_a_stop(n
     assert "terminating; interrupt again to kill" in cell.text
     assert "in training_step" in cell.text  # where the ranks were
     assert nb.eval("(run.state, run.error, same(net.state_dict(), before))") == ("stopped", None, True)
-    assert cell.text.splitlines()[-1].startswith("net is unchanged")
+    assert cell.text.splitlines()[-1].startswith("net is unchanged: the run was terminated ")
     assert_the_next_cell_trains(nb)
+
+
+@pytest.mark.usefixtures("before")
+def test_a_run_that_is_cut_off_leaves_its_newest_weights_whichever_file_holds_them(nb):
+    """last.pt is of an early epoch, at most every 20 s; best.pt is written more often."""
+    sleeps = """
+def training_step(model, batch):
+    files = [path for folder in Path("nbddp_runs").glob("*-cut_off-*") for path in (folder / "checkpoints/best.pt", folder / "checkpoints/last.pt")]
+    if rank() == 1 and all(path.exists() for path in files) and files[0].stat().st_mtime_ns > files[1].stat().st_mtime_ns:
+        Path("asleep").touch()
+        time.sleep(1000)
+    time.sleep(0.02)
+    return step(model, batch)
+"""
+    cell = start(nb, f"net samples {ENDLESS} --name cut_off", sleeps, until="asleep")
+    nb.interrupt()
+    time.sleep(0.08)  # as above
+    nb.interrupt()
+    nb.wait()
+    assert cell.error is None
+    held = 'torch.load(run.dir / "checkpoints/best.pt", weights_only=True)'
+    nb.run(f"held, last = {held}, {held.replace('best', 'last')}", check=True)
+    assert nb.eval("(run.state, held['step'] > last['step'], same(net.state_dict(), held['model']))") == ("stopped", True, True)
+    epoch, step = nb.eval("(held['epoch'], __import__('json').loads((run.dir / 'result.json').read_text())['step'])")
+    line = cell.text.splitlines()[-1]
+    assert line.startswith(f"net: epoch {epoch} (loss ")
+    assert line.endswith(f", the best; the run was terminated after step {step}")
+    card = cell.shown()[-1]
+    assert "· terminated" in card
+    assert f"{step} · epoch " in card
+    assert f"net: epoch {epoch} (loss " in card
+    assert repr(step) in nb.eval("repr(run)")
+    assert nb.eval("same(run.model().state_dict(), held['model']) and same(nbddp.load_checkpoint(run), held['model'])") is True
+    assert f"epoch {epoch}, step {nb.eval('held[' + repr('step') + ']')}, best.pt" in nb.run("%ddp_plan net samples --resume last", check=True).text
 
 
 @pytest.mark.usefixtures("before")

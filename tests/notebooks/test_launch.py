@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -88,3 +91,24 @@ def test_a_standby_that_is_gone_is_replaced(notebook):
     nb.wait(10)
     assert cell.error is None
     assert nb.eval("run.state") == "stopped"
+
+
+BACKGROUND = """
+import torch
+from torch import nn
+import nbddp
+
+net, x = nn.Linear(4, 1), torch.randn(64, 4)
+fit = nbddp.train(net, torch.utils.data.TensorDataset(x, x[:, :1]), loss=nn.MSELoss(), nproc=1, batch_size=32, epochs=2, background=True)
+fit.wait()
+"""
+
+
+def test_a_run_in_the_background_of_a_terminal_says_what_was_started_and_how_to_wait(tmp_path):
+    (tmp_path / "fit.py").write_text(BACKGROUND)
+    done = subprocess.run([sys.executable, "fit.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+    assert re.fullmatch(r"linear-\w{4}: 1 x CPU rank · 32 = 1 x 32 · 2 steps/epoch · .* · in the background: run\.wait\(\) waits for it", lines[0]), lines[0]
+    assert lines[1].startswith("net: epoch 2 ")
+    assert done.stderr == ""

@@ -241,6 +241,24 @@ def do_stay(rank: Rank) -> None:
     threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
 
 
+def do_keep_lock(rank: Rank) -> None:
+    """Finish, and where torch would have a rank wait for the others under a lock that they share with the agent, keep that for ever."""
+    from multiprocessing import synchronize
+
+    def wait(self: Any, _timeout: float | None = None) -> None:
+        self._cond.acquire()
+        time.sleep(600)
+
+    synchronize.Event.wait = wait  # type: ignore[method-assign, assignment]
+    do_finish(rank)
+
+
+def do_leave_when_told(rank: Rank) -> None:
+    """Step for ever, and upon SIGTERM leave with an exit code and without a word."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    do_go_on_deaf(rank)
+
+
 # -- a kernel's stand-in, which a test can kill: python -m support.supervised ROOT DO ON_KERNEL_EXIT [fork]
 
 

@@ -211,6 +211,20 @@ def test_the_newest_complete_checkpoint_takes_the_place_of_last(runs, damage):
     assert "last.pt" in note
 
 
+@pytest.mark.parametrize("state, file", [("stopped", "best"), ("failed", "best"), ("finished", "last")])
+def test_a_run_that_was_cut_off_has_come_to_its_newest_file(runs, state, file):
+    run = runs.add(files=("last",), live=True)
+    write(run.checkpoints / "best.pt", step=40, epoch=4)
+    (run.path / "supervisor.json").unlink()
+    run.write_result({"state": state, "time": 1.0})
+    assert find(runs, tail(run)).path == checkpoint.located(run.path) == checkpoint.of_the_end(run) == run.checkpoints / f"{file}.pt"
+    truncate(run.checkpoints / "best.pt")
+    assert checkpoint.of_the_end(run) == run.checkpoints / "last.pt"
+    (run.checkpoints / "last.pt").unlink()
+    write(run.checkpoints / "epoch-0001.pt", step=10, epoch=1)
+    assert checkpoint.of_the_end(run).stem == ("last" if state == "finished" else "epoch-0001")
+
+
 def test_never_the_initial_one(runs):
     run = runs.add(files=("last", "best"))
     for name in ("last", "best"):
