@@ -6,6 +6,7 @@ Runs in the kernel, while objects are pickled.
 from __future__ import annotations
 
 import io
+import itertools
 import socket
 import sys
 import threading
@@ -81,6 +82,16 @@ _REMEDIES: list[tuple[tuple[type, ...], str]] = [
     ((weakref.ref,), "keep the object itself, or leave it out in __getstate__"),
     ((torch.jit.ScriptFunction,), "use the Python function that it was made from"),
 ]
+
+
+def refusal_in(model: torch.nn.Module, name: str) -> str | None:
+    """Say which module or tensor of a model is refused, by its name, and why; None where none is. Without pickling, so that a plan can say it."""
+    parts = itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers())
+    for path, part in parts:
+        if (reason := _module(part) if isinstance(part, torch.nn.Module) else _tensor(part)) is not None:
+            where = "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in path.split(".") if step)
+            return f"{name}{where}: {reason}"
+    return None
 
 
 def explain(obj: object, error: BaseException) -> str:

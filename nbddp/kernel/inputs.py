@@ -20,6 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from nbddp.bundle.refusals import refusal_in
 from nbddp.errors import BundleError, ConfigError
 from nbddp.sampler import GlobalSampler, SamplerError
 from nbddp.wrappers import inside
@@ -43,7 +44,7 @@ def take_model(named: Named) -> tuple[nn.Module, list[str]]:
 
     Raises:
         ConfigError: where it is no module, or has nothing to train.
-        BundleError: where a parameter has hooks of its own, which would be lost without a word.
+        BundleError: where a parameter has hooks of its own, which would be lost without a word, or a part of it can't be sent to another process.
     """
     model, notes = named.value, []
     while (inner := inside(model)) is not None:
@@ -63,6 +64,8 @@ def take_model(named: Named) -> tuple[nn.Module, list[str]]:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             message = f"{named.name}: {name} has a hook on the tensor itself, which can't be sent to another process: register it in optimizer(model)"
             raise BundleError(message)
+    if (refusal := refusal_in(model, named.name)) is not None:
+        raise BundleError(refusal)
     return model, notes
 
 

@@ -184,8 +184,10 @@ class Panel:
         return "".join(parts) or quiet("no figures: what is wrong stands above")
 
     def _sample_bytes(self, checked: Checked) -> int | None:
-        """Size of a sample, looked at once for each dataset."""
+        """Size of a sample, looked at once for each dataset, and only where loader workers would hold some: making one may take long."""
         assert checked.prepared is not None
+        if not checked.prepared.plan.workers_per_rank:
+            return None
         dataset = checked.prepared.datasets["train"][1]
         if self._sample[0] != id(dataset):
             self._sample = (id(dataset), panel_figures.sample_bytes(dataset))
