@@ -2,6 +2,7 @@
 
 NbddpError
   ConfigError(ValueError)      a wrong value, the rule and the remedy; nothing was started
+    UnreadableRun              a file of a run directory that does not hold what it should
   BundleError                  something that cannot travel to the ranks, by name
   LaunchError                  the process group did not form
   RunFailed                    a run ended in the state "failed"
@@ -20,6 +21,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from nbddp.visible import excerpt, visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -28,15 +31,24 @@ class NbddpError(Exception):
     """Base class of all errors raised by nbddp."""
 
 
+def _headline(error: object) -> str:
+    """What a notebook shows of an error: it names what the user, or a file, called something."""
+    return visible(excerpt(f"{type(error).__name__}: {error}", letters=8_000, lines=80))
+
+
 class _OneLine:
     """Errors that a notebook shows without a traceback: the remedy is in the message, the frames are ours."""
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+        return [_headline(self)]
 
 
 class ConfigError(_OneLine, NbddpError, ValueError):
     """A wrong value, the rule that it breaks and the remedy. Nothing was started."""
+
+
+class UnreadableRun(ConfigError):
+    """A file of a run directory that does not hold what it should: which, what is wrong with it, and what can be done."""
 
 
 class BundleError(_OneLine, NbddpError):
@@ -67,7 +79,7 @@ class RunFailed(NbddpError):
         self.log_tail = tuple(log_tail)
 
     def _render_traceback_(self) -> list[str]:
-        lines = [f"{type(self).__name__}: {self}"]
+        lines = [_headline(self)]
         if self.log_tail:
             where = f"rank {self.rank}" if self.rank is not None else "the supervisor"
             lines += ["", f"last lines of {where}:", *(f"    {line}" for line in self.log_tail)]
@@ -104,7 +116,7 @@ class WorkerError(RunFailed):
             self.add_note(remote_traceback)  # shown where no notebook renders it, as in a script
 
     def _render_traceback_(self) -> list[str]:
-        return [*self.remote_traceback.rstrip().splitlines(), f"{type(self).__name__}: {self}"]
+        return [*self.remote_traceback.rstrip().splitlines(), _headline(self)]
 
 
 class OutOfMemory(WorkerError):

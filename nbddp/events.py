@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from nbddp.contents import EVENT, EVENTS
+from nbddp.contents import SUPERVISOR as SUPERVISOR
+from nbddp.shapes import Misfit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 VERSION = 1
-SUPERVISOR = -1
-"""The `rank` of events that the supervisor writes."""
+_OF_RANK = re.compile(r"rank-(\d{5})\.(\d{1,9})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,8 @@ class EventWriter:
 class EventReader:
     """Read what was appended to the event files of a folder since the last call; `pattern` chooses among the files.
 
-    Stops at the last newline of each file, so that a line in the making is read later; ignores fields that it does not know.
+    Stops at the last newline of each file, so that a line in the making is read later. What is no event is left out: lines that are damaged, whose data
+    are not of the kind's shape, or which are another rank's than the file. Fields and kinds that it does not know it leaves as they are.
     """
 
     def __init__(self, folder: Path, pattern: str = "*.jsonl") -> None:
@@ -129,14 +134,21 @@ class EventReader:
         except OSError:  # the run was pruned while it was watched, or its disk is away for a moment
             return
         self._offsets[path.name] = offset + end
+        of = _OF_RANK.fullmatch(path.name)
+        writer = None if of is None else (int(of[1]), int(of[2]))
         for line in chunk[:end].splitlines():
-            if (event := _parse(line)) is not None:
+            event = parse(line)
+            # The supervisor, and the trackers of rank 0, have files of their own.
+            if event is not None and (event.rank <= 0 if writer is None else (event.rank, event.attempt) == writer):
                 yield event
 
 
-def _parse(line: bytes) -> Event | None:
+def parse(line: bytes) -> Event | None:
+    """The event of a line; None for one that is foreign, damaged or cut, which is not worth the run."""
     try:
-        record = json.loads(line)
+        record = EVENT.take(json.loads(line))
+        data = record.get("data", {})
+        shape = EVENTS.get(record["kind"])
         return Event(
             run=record["run"],
             rank=record["rank"],
@@ -145,7 +157,7 @@ def _parse(line: bytes) -> Event | None:
             time=record["time"],
             mono=record["mono"],
             kind=record["kind"],
-            data=record.get("data", {}),
+            data=data if shape is None else shape.take(data),
         )
-    except (ValueError, KeyError, TypeError):  # a foreign or damaged line is not worth the run
+    except (Misfit, ValueError, RecursionError):
         return None

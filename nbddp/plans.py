@@ -117,7 +117,8 @@ class Plan:
         values = {field.name: record[field.name] for field in fields(cls)}
         for name in ("device_indices", "warnings"):
             values[name] = tuple(values[name])
-        values["stages"] = tuple(StagePlan(**stage) for stage in values["stages"])
+        known = [field.name for field in fields(StagePlan)]
+        values["stages"] = tuple(StagePlan(**{name: stage[name] for name in known if name in stage}) for stage in values["stages"])
         return cls(**values)
 
 

@@ -40,7 +40,7 @@ def _percent(share: float) -> str:
 
 def _seconds(seconds: float) -> str:
     """In the unit in which it has three digits."""
-    limits = ((0.9995, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h"))
+    limits = ((0.9995e-3, 1e-6, "µs"), (0.9995, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h"))
     return next(f"{seconds / scale:.3g} {unit}" for limit, scale, unit in limits if seconds < limit)
 
 

@@ -14,23 +14,27 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbddp.errors import ConfigError
-from nbddp.events import dumps
+from nbddp.contents import OPENED, RESULT, SPEC, USED
+from nbddp.errors import ConfigError, UnreadableRun
+from nbddp.events import dumps, parse
 from nbddp.process import ProcessId
+from nbddp.runname import is_id, new_folder
+from nbddp.shapes import Misfit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
+
+    from nbddp.shapes import Record
 
 ROOT_NAME = "nbddp_runs"
 _ABANDONED_S = 3600.0
 _DIGEST = re.compile(r"^[0-9a-f]{40}$")
-_TAIL = "23456789abcdefghijkmnpqrstuvwxyz"
-"""In the order in which characters sort: an id ends with two for the millisecond, and two at random."""
-_ID = re.compile(r"^\d{8}-\d{6}-[a-z0-9_]+(?:-[a-z0-9_]+)*-[a-z0-9]{4}$")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -51,10 +55,36 @@ def write_atomically(path: Path, data: bytes) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where the file is missing or unreadable."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return _json_object(path)
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a regular file; a pipe would be waited for.
+
+    Raises:
+        OSError: where there is no such file, or it can't be read.
+        ValueError: where it holds something else.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            message = "is no regular file"
+            raise ValueError(message)
+        data = file.read()
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        message = "is nested too deeply"
+        raise ValueError(message) from None
+    except ValueError as error:
+        at = f": {error.msg} in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        message = f"is not JSON{at}" if data.strip() else "is empty"
+        raise ValueError(message) from None
+    if not isinstance(value, dict):
+        message = "must hold an object, and holds something else"
+        raise ValueError(message)  # noqa: TRY004 - of a file, not of an argument
+    return value
 
 
 def private_folder(path: Path) -> Path:
@@ -65,16 +95,6 @@ def private_folder(path: Path) -> Path:
         return path
     path.chmod(0o700)  # the umask may have taken more
     return path
-
-
-_last_millisecond = 0
-
-
-def _next_millisecond() -> int:
-    """Now in unix milliseconds, but never the same twice in this process: names of runs sort in the order of their making."""
-    global _last_millisecond
-    _last_millisecond = max(time.time_ns() // 1_000_000, _last_millisecond + 1)
-    return _last_millisecond
 
 
 class RunDir:
@@ -138,14 +158,7 @@ class RunDir:
             private_folder(root)
             if ours and not (root / ".gitignore").exists():
                 write_atomically(root / ".gitignore", b"*\n")
-            slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:32] or "run"
-            while True:
-                second, milliseconds = divmod(_next_millisecond(), 1000)
-                tail = _TAIL[milliseconds // 32] + _TAIL[milliseconds % 32] + secrets.choice(_TAIL) + secrets.choice(_TAIL)
-                path = root / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(second))}-{slug}-{tail}"
-                with contextlib.suppress(FileExistsError):
-                    path.mkdir(mode=0o700)
-                    break
+            path = new_folder(root, name)
             run = cls(path)
             try:
                 path.chmod(0o700)  # the umask may have taken more
@@ -163,7 +176,71 @@ class RunDir:
         write_atomically(self.path / "spec.json", dumps(spec).encode())
 
     def read_spec(self) -> dict[str, Any] | None:
-        return read_json(self.path / "spec.json")
+        """What the run was asked for, every field that is there of its shape; None where that is missing or unreadable: `damage` says why."""
+        return self._read("spec.json", SPEC)
+
+    def opened_spec(self) -> dict[str, Any]:
+        """The same, with all that a run can't be shown without.
+
+        Raises:
+            UnreadableRun: says what is wrong with which file, and what can be done.
+        """
+        if not self.path.is_dir():
+            message = f"the directory of run {self.id} is gone: {self.path}"
+            raise UnreadableRun(message)
+        damage = self.damage or self._misread("spec.json", OPENED, needed=True)
+        spec = self._read("spec.json", OPENED)
+        if damage is not None or spec is None:
+            raise self.unreadable(damage or "spec.json changed while it was read")
+        return spec
+
+    def used_spec(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """A spec that was opened, with all that the run's weights can't be used without.
+
+        Raises:
+            UnreadableRun: as `opened_spec`.
+        """
+        try:
+            return USED.take(spec)
+        except Misfit as misfit:
+            damage = f"spec.json: {misfit}"
+            raise self.unreadable(damage) from None
+
+    @property
+    def damage(self) -> str | None:
+        """What is wrong with spec.json or result.json, such as "spec.json is empty"; None where nothing is."""
+        if not self.path.is_dir():  # deleted meanwhile, which is no damage
+            return None
+        for name, shape, needed in (("spec.json", SPEC, True), ("result.json", RESULT, False)):
+            if (why := self._misread(name, shape, needed=needed)) is not None:
+                return why
+        return None
+
+    def unreadable(self, damage: str) -> UnreadableRun:
+        """The error for what can't be done with a run of this damage."""
+        weights = next((path for name in ("last", "best") if (path := self.checkpoints / f"{name}.pt").is_file()), None)
+        rescue = "" if weights is None else f"; %ddp_load MODEL {weights} loads its weights"
+        return UnreadableRun(f"run {self.id} can't be read: {damage}; %ddp_runs --prune {self.id} --no-dry-run deletes it{rescue}")
+
+    def _read(self, name: str, shape: Record) -> dict[str, Any] | None:
+        try:
+            return shape.take(_json_object(self.path / name))
+        except (OSError, ValueError):
+            return None
+
+    def _misread(self, name: str, shape: Record, *, needed: bool) -> str | None:
+        """Why a file can't be read as what it should be."""
+        try:
+            shape.take(_json_object(self.path / name))
+        except FileNotFoundError:
+            return f"it has no {name}" if needed else None
+        except OSError as error:
+            return f"{name} can't be read: {error.strerror}"
+        except Misfit as misfit:
+            return f"{name}: {misfit}"
+        except ValueError as error:
+            return f"{name} {error}"
+        return None
 
     def ask(self, action: str) -> None:
         """Leave a request for the ranks, who agree on it at their next common step."""
@@ -192,7 +269,13 @@ class RunDir:
         return True
 
     def read_result(self) -> dict[str, Any] | None:
-        return read_json(self.path / "result.json")
+        """The terminal state; None where there is none, or where it is unreadable, which `ended` tells apart."""
+        return self._read("result.json", RESULT)
+
+    @property
+    def ended(self) -> bool:
+        """Whether somebody wrote down that the run is over."""
+        return (self.path / "result.json").exists()
 
     def write_supervisor(self, process: ProcessId) -> None:
         write_atomically(self.path / "supervisor.json", dumps({"host": socket.gethostname(), "process": process.to_json()}).encode())
@@ -205,7 +288,7 @@ class RunDir:
 
     def live(self) -> bool:
         """Whether a process still works on this run, as far as this host can tell."""
-        if self.read_result() is not None:
+        if self.ended:
             return False
         owner = self.supervisor()
         if owner is None:  # still being bundled, or its kernel died before the launch
@@ -218,12 +301,12 @@ class RunDir:
     def processes(self) -> list[tuple[int, ProcessId]]:
         """Rank and process of every rank that has said that it started."""
         found = []
-        for path in sorted(self.events.glob("rank-*.jsonl")):
-            with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
-                record = json.loads(file.readline())
-                process = ProcessId.from_json(record["data"].get("process"))
-                if process is not None:
-                    found.append((int(record["rank"]), process))
+        for path in sorted(path for path in self.events.glob("rank-*.jsonl") if path.is_file()):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                event = parse(file.readline())
+                process = None if event is None else ProcessId.from_json(event.data.get("process"))
+                if event is not None and process is not None:
+                    found.append((event.rank, process))
         return found
 
     def bytes(self) -> int:
@@ -240,7 +323,7 @@ def run_dirs(root: Path) -> list[RunDir]:
     """The runs of a root, oldest first."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _ID.match(path.name) and path.is_dir()]
+    found = [path for path in root.iterdir() if is_id(path.name) and path.is_dir()]
     return [RunDir(path) for path in sorted(found, key=lambda path: (path.name[:15], path.name[-4:]))]
 
 
@@ -252,10 +335,11 @@ def find_run(name: str | Path, root: Path) -> RunDir:
     """
     with contextlib.suppress(OSError, RuntimeError):  # a text that can't be a path, too long or of a home that there is not
         path = Path(name).expanduser()
-        if (path / "spec.json").is_file():
+        if (path / "spec.json").is_file() or (path.is_dir() and is_id(path.resolve().name)):
             return RunDir(path.resolve())
-    found = [run for run in run_dirs(root) if str(name) in run.id] if str(name) else []
-    exact = [run for run in found if run.id == str(name) or run.id.endswith(f"-{name}")]
+    part = unicodedata.normalize("NFC", str(name))
+    found = [run for run in run_dirs(root) if part in unicodedata.normalize("NFC", run.id)] if part else []
+    exact = [run for run in found if run.id == part or run.id.endswith(f"-{part}")]
     if len(exact or found) == 1:
         return (exact or found)[0]
     what = f"{len(found)} runs match {name}: {', '.join(run.id for run in found[-5:])}" if found else f"no run {name} in {root}"
@@ -299,7 +383,7 @@ def release_data(root: Path, *, wait: bool = True, leaving: ProcessId | None = N
         latest: dict[ProcessId, set[str]] = {}
         for run in run_dirs(root):
             spec = run.read_spec() or {}
-            hashes = {str(ref["hash"]) for ref in spec.get("data", [])}
+            hashes = {ref["hash"] for ref in spec.get("data", [])}
             kernel = ProcessId.from_json(spec.get("kernel"))
             if hashes and run.live():
                 needed |= hashes
@@ -315,24 +399,3 @@ def release_data(root: Path, *, wait: bool = True, leaving: ProcessId | None = N
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
                     path.unlink()
     return released
-
-
-def prune_runs(root: Path, *, keep: int, older_than_days: float) -> list[RunDir]:
-    """Runs that have ended, beyond the newest `keep` and older than `older_than_days`."""
-    ended = [run for run in run_dirs(root) if not run.live()]
-    limit = time.time() - older_than_days * 86400
-    return [run for run in ended[: max(0, len(ended) - keep)] if run.path.stat().st_mtime < limit]
-
-
-def delete_runs(root: Path, runs: Iterable[RunDir]) -> dict[str, str]:
-    """Delete runs that have ended, and staged data that no run needs any more; return why some of them are still there, by id."""
-    failed: dict[str, str] = {}
-    for run in runs:
-        try:
-            shutil.rmtree(run.path)
-        except FileNotFoundError:  # another kernel was at it
-            shutil.rmtree(run.path, ignore_errors=True)
-        except OSError as error:
-            failed[run.id] = str(error)
-    release_data(root)
-    return failed

@@ -124,11 +124,32 @@ class Archive:
         except FileNotFoundError:
             message = f"{path} is gone; it was there when the run was made, so prune() or another hand removed it. Run the cell again"
             raise BundleError(message) from None
-        if content.pop("format", None) != FORMAT or content.pop("version") > VERSION:
+        except Exception as error:  # noqa: BLE001 - torch raises whatever the bytes of a damaged file lead it to
+            message = f"{path} is damaged, and no bundle any more ({type(error).__name__}): the model and the hooks of its run can't be rebuilt"
+            raise BundleError(message) from None
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT or not isinstance(version := content.pop("version", None), int):
+            message = f"{path} is not a bundle of nbddp"
+            raise BundleError(message)
+        if version > VERSION:
             message = f"{path} is not a bundle that this version of nbddp reads; use the version that wrote it"
             raise BundleError(message)
-        content["cells"] = {name: CellSource(**cell) for name, cell in content["cells"].items()}
-        return cls(**content)
+        try:
+            content["cells"] = {name: CellSource(**cell) for name, cell in content["cells"].items()}
+            archive = cls(**content)
+            sound = archive._sound()
+        except (KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            message = f"{path} is damaged: it lacks what a bundle holds"
+            raise BundleError(message)
+        return archive
+
+    def _sound(self) -> bool:
+        """Whether everything is of its type."""
+        bytes_ = [*self.streams.values(), *self.records]
+        tables = (self.blobs, self.places)
+        whole = all(part.dtype is torch.uint8 and part.ndim == 1 for part in bytes_) and all(isinstance(name, str) for name in self.archives)
+        return whole and all(table.dtype is torch.int64 and table.ndim == 2 and table.shape[1] == 3 for table in tables)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Return one storage per blob, in the mapped file."""

@@ -38,7 +38,7 @@ class Ancestry:
         seen = {run.path}
         until: int | None = None
         while (parent := spec.get("parent")) is not None:
-            step = int(spec.get("resume_step") or 0)
+            step = spec.get("resume_step") or 0
             until = step if until is None else min(until, step)
             run = _directory(str(parent), run, spec)
             later = run.read_spec()

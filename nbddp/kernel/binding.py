@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nbddp.visible import visible
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,7 +22,7 @@ DEFAULT_NAME = "run"
 
 def say(line: str) -> None:
     """Tell the user of a cell something in one line."""
-    print(line)  # noqa: T201 - the output of a magic
+    print(visible(line))  # noqa: T201 - the output of a magic
 
 
 def names_of(shell: InteractiveShell, local_ns: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from nbddp.kernel.text import bytes_text, clock_text, count_text, rate_text, sec
 from nbddp.rundir import write_atomically
 from nbddp.state import PHASES
 from nbddp.tabular import FONT, html_table
-from nbddp.visible import one_line
+from nbddp.visible import one_line, visible
 
 if TYPE_CHECKING:
     from nbddp.advice import Advice
@@ -189,7 +189,8 @@ def _advice(run_dir: RunDir, state: RunState) -> list[Advice]:
 def _stacks(run_dir: RunDir) -> str:
     """Where the ranks were when the run was terminated; empty where it was not."""
     try:
-        return stacks_path(run_dir).read_text(encoding="utf-8", errors="replace")[:STACKS_LETTERS]
+        path = stacks_path(run_dir)
+        return visible(path.read_text(encoding="utf-8", errors="replace")[:STACKS_LETTERS]) if path.is_file() else ""
     except OSError:
         return ""
 

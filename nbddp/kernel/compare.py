@@ -22,10 +22,11 @@ from nbddp.kernel.compare_figure import LONGEST, Look, comparison_figure, compar
 from nbddp.kernel.entry import NOT_TOLD, RunEntry, plain_text, read_entry
 from nbddp.kernel.flow_table import Column, flow_table, options_html
 from nbddp.kernel.losses import AXES, LOSS, STEP, Losses
-from nbddp.kernel.table import RunTable
+from nbddp.kernel.table import MOST_LETTERS, RunTable
 from nbddp.kernel.text import clock_text, count_text, short_id, value_text
 from nbddp.runroot import run_root
 from nbddp.tabular import FONT, text_table
+from nbddp.visible import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ class Comparison:
     Attributes:
         runs: the runs, as a table, in the order in which they were given.
         options: by name the options that differ, with the value of each run; None is the default of options that have no other word for it.
-        left_out: ids of the runs that have no loss to draw, and why.
+        left_out: ids of the runs that have no loss to draw, or are unreadable, and why.
         axis: what the losses are drawn over: step, epoch or time.
     """
 
@@ -69,7 +70,7 @@ class Comparison:
         return len(self.runs)
 
     def __repr__(self) -> str:
-        rows = [(short_id(run.id), *cells) for run, cells in zip(self.runs, self._cells(), strict=True)]
+        rows = [(short_id(run.id), *(one_line(cell, MOST_LETTERS) for cell in cells)) for run, cells in zip(self.runs, self._cells(), strict=True)]
         return "\n".join([text_table(("run", *self._header()), rows, left=2 + len(self.options)), *self._remarks()])
 
     def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
@@ -147,26 +148,30 @@ def compare(*runs: object, x: Axis = "step", root: str | Path | None = None) -> 
         root: where ids are looked for; default: this kernel's folder of runs.
 
     Returns:
-        a `Comparison`, which a notebook displays; runs without a loss are left out of it, and named.
+        a `Comparison`, which a notebook displays; runs without a loss, and those of a table that are unreadable, are left out of it, and named.
 
     Raises:
-        ConfigError: for what names no run, and where fewer than two different runs have a loss.
+        ConfigError: for what names no run, or one that is unreadable, and where fewer than two different runs have a loss.
     """
     if x not in AXES:
         message = f"x={x!r}: must be {', '.join(AXES[:-1])} or {AXES[-1]}.{suggest(str(x), AXES)}"
         raise ConfigError(message)
-    found = chosen(runs, run_root(root), by="nbddp.compare")
+    where = run_root(root)
+    found = chosen(runs, where, by="nbddp.compare")
     if len(found) < 2:
         given = f"only {next(iter(found.values())).id}" if found else "no run"
         message = f"nbddp.compare takes two different runs or more, and was given {given}: name runs, ids or directories, or give it nbddp.runs()"
         raise ConfigError(message)
-    for run in found.values():
-        if run.read_spec() is None:
-            message = f"run {run.id} can't be compared: {run.path} {'has no readable spec.json' if run.path.is_dir() else 'is gone'}"
-            raise ConfigError(message)
+    named = chosen([item for item in runs if not isinstance(item, RunTable)], where, by="nbddp.compare")
+    for run in named.values():
+        run.opened_spec()
     entries, curves, left_out = [], [], {}
     for run in found.values():
-        entry, curve = read_entry(run), Losses.of(run)
+        entry = read_entry(run)
+        if entry.damage is not None or not run.path.is_dir():  # one of a table
+            left_out[run.id] = f"unreadable: {entry.damage}" if entry.damage is not None else "whose directory is gone"
+            continue
+        curve = Losses.of(run)
         if np.isfinite(curve.loss).any():
             entries.append(entry)
             curves.append(curve.thinned())  # of fifty long runs there would else be gigabytes

@@ -5,16 +5,17 @@ Read in the kernel, so that a hundred runs are listed at once. Imports neither t
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbddp.config import TrainConfig
 from nbddp.errors import ConfigError
+from nbddp.events import parse
 from nbddp.kernel.losses import attempts
 from nbddp.kernel.record import duration_s, number, started
 from nbddp.kernel.sketch import Sketch
+from nbddp.visible import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ class RunEntry:
 
     Attributes:
         id: name of the run directory.
-        state: starting, running, finished, stopped or failed.
+        state: starting, running, finished, stopped, failed, or unreadable.
         started: unix time of the request.
         duration_s: seconds from the request to the end, or until now.
         step: optimizer steps so far.
@@ -46,6 +47,7 @@ class RunEntry:
         curve: the training loss in a few points.
         largest: whether the best value is the largest.
         prunable: whether `%ddp_runs --prune` would name it.
+        damage: why it is unreadable.
     """
 
     id: str
@@ -63,25 +65,33 @@ class RunEntry:
     curve: Sketch = field(default_factory=Sketch, repr=False)
     largest: bool = False
     prunable: bool = False
+    damage: str | None = None
+
+    @property
+    def remark(self) -> str:
+        """Why it is unreadable, else its note, in one line."""
+        return one_line(self.damage or self.note or "")
 
 
 def plain_text(value: object) -> str:
-    """The value of an option as it would be written."""
+    """The value of an option as it would be written, in one line."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value)
+        return one_line(",".join(map(str, value)))
+    return one_line(str(value))
 
 
 def read_entry(run: RunDir, *, prunable: bool = False) -> RunEntry:
     """Read one run's row from its small files."""
-    spec, result = run.read_spec() or {}, run.read_result()
-    if result is None:
+    spec, result, damage = run.read_spec() or {}, run.read_result(), run.damage
+    if damage is not None:
+        state, summary, until = "unreadable", _latest(run), None
+    elif result is None:
         state, summary = _unfinished(run), _latest(run)
         until = time.time() if state != "failed" else None
     else:
-        state, until = str(result.get("state", "failed")), number(result.get("time"))
+        state, until = str(result["state"]), result["time"]
         summary = dict(result.get("summary") or {**_latest(run), "step": result.get("step"), "epoch": result.get("epoch")})
     return RunEntry(
         id=run.id,
@@ -99,12 +109,13 @@ def read_entry(run: RunDir, *, prunable: bool = False) -> RunEntry:
         curve=Sketch.of(run),
         largest=(spec.get("config") or {}).get("mode") == "max",
         prunable=prunable,
+        damage=damage,
     )
 
 
 def _monitor(spec: dict[str, Any]) -> str:
     """What the last stage monitors."""
-    stages = (spec.get("plan") or {}).get("stages") or [{}]
+    stages = spec.get("plan", {}).get("stages") or [{}]
     return str(stages[-1].get("monitor", "best"))
 
 
@@ -132,22 +143,18 @@ def _latest(run: RunDir) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for line in reversed(lines):
-        if "step" not in found and b'"kind":"steps"' in line:
-            report = (_data(line) or {}).get("report") or {}
+        if b'"kind":"steps"' not in line and b'"kind":"checkpoint"' not in line:
+            continue
+        if (event := parse(line)) is None:  # the first line of the piece, cut, or the last, half-written
+            continue
+        if "step" not in found and event.kind == "steps":
+            report = event.data.get("report", {})
             found.update({key: report[name] for key, name in (("step", "step"), ("epoch", "epoch"), ("loss", "epoch_loss")) if name in report})
-        if "best" not in found and b'"kind":"checkpoint"' in line and (data := _data(line) or {}).get("name") == "best":
-            found["best"] = data
+        elif "best" not in found and event.kind == "checkpoint" and event.data["name"] == "best":
+            found["best"] = event.data
         if "step" in found and "best" in found:
             break
     return found
-
-
-def _data(line: bytes) -> dict[str, Any] | None:
-    try:
-        data = json.loads(line)["data"]
-    except (ValueError, KeyError):  # the first line of the piece, cut, or the last, half-written
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _differs(values: dict[str, Any]) -> dict[str, Any]:

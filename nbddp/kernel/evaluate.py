@@ -107,10 +107,11 @@ def _opened(run: Trained, asked: Asked) -> Iterator[_Work]:
     """
     own = _own_model(asked)
     dataset, options, collate_fn = _data(asked)
-    plan = Plan.from_json(run.spec["plan"])
+    spec = run.spec
+    plan = Plan.from_json(spec["plan"])
     device = _device(asked, own, plan)
     batch_size = asked.batch_size or int(str(options.get("val_batch_size", plan.val_batch_size)))
-    dtype, matmul = run.spec["interpreter"]["default_dtype"], str(run.spec["matmul_precision"])
+    dtype, matmul = spec["interpreter"]["default_dtype"], str(spec["matmul_precision"])
     with (
         torch_defaults(device, dtype=dtype, matmul_precision=matmul),  # hooks and model are rebuilt under them too
         rng.seeded(device, "evaluation", run.config.seed),
@@ -118,7 +119,7 @@ def _opened(run: Trained, asked: Asked) -> Iterator[_Work]:
     ):
         loaded = rebuilt(run.files)
         model, facts = (loaded.model, _load(loaded.model, run, asked.which)) if own is None else (own, {})
-        stage = plan.stages[int(facts.get("stage", -1))]
+        stage = plan.stages[min(int(facts.get("stage", -1)), len(plan.stages) - 1)]
         hooks = Hooks.of(loaded.hooks)
         matmul = str(facts.get("matmul_precision", matmul))
         with torch_defaults(device, dtype=dtype, matmul_precision=matmul), _told(run, asked, loaded.cells):

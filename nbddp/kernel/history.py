@@ -119,7 +119,7 @@ class History:
     """
 
     def __init__(self, events: Path, parents: Iterable[tuple[Path, int]] = ()) -> None:
-        self._reader = EventReader(events)
+        self._reader = EventReader(events, "rank-00000.*.jsonl")
         self._attempts: dict[int, _Attempt] = {}
         self._parents = [(History(path), until) for path, until in parents]
         self._lock = threading.Lock()

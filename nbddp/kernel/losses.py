@@ -6,23 +6,25 @@ drawn at once. Used in the kernel to compare runs; imports neither torch nor Jup
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from array import array
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from nbddp.events import parse
 from nbddp.kernel.ancestry import Ancestry
 from nbddp.kernel.record import started
+from nbddp.shapes import LARGEST, LATEST_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from nbddp.events import Event
     from nbddp.rundir import RunDir
 
     Floats = NDArray[np.float64]
@@ -59,10 +61,10 @@ class Steps:
         try:
             columns, time = _COLUMNS.search(line), _TIME.search(line, 0, _HEAD)
             if columns is None or time is None:
-                return cls._of_json(json.loads(line))
+                return None if (event := parse(line)) is None or event.kind != "steps" or not event.data["step"] else cls._of(event)
             found = _REPORT.search(line, max(0, line.rfind(b'"report":{')))
             step, epoch, loss, samples = columns.groups()
-            return cls(
+            steps = cls(
                 list(map(int, step.split(b","))),
                 list(map(int, epoch.split(b","))),
                 list(map(float, loss.replace(b'"', b"").split(b","))),  # "nan" and "inf" are words
@@ -70,16 +72,23 @@ class Steps:
                 float(time[1]),
                 None if found is None else (int(found[1]), int(found[2]), int(found[3])),
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except ValueError:
             return None
+        return steps if steps._sound() else None
+
+    def _sound(self) -> bool:
+        """Whether columns are of one length and numbers are of a possible size: the line was not taken apart as an event is."""
+        columns = (self.step, self.epoch, self.samples)
+        alike = all(len(column) == len(self.loss) and max(column) <= LARGEST for column in columns)
+        return alike and 0 <= self.time <= LATEST_S and (self.place is None or max(self.place) <= LARGEST)
 
     @classmethod
-    def _of_json(cls, record: dict[str, Any]) -> Steps:
+    def _of(cls, event: Event) -> Steps:
         """The same of a line whose columns are in another order."""
-        data, report = record["data"], record["data"].get("report") or {}
-        place = (int(report["epoch"]), int(report["samples"]), int(report["samples_per_epoch"])) if "samples_per_epoch" in report else None
-        losses = [float(value) for value in data["loss"]]
-        return cls(list(data["step"]), list(data["epoch"]), losses, list(data.get("samples") or [0] * len(losses)), float(record["time"]), place)
+        data, names = event.data, ("epoch", "samples", "samples_per_epoch")
+        report = data.get("report", {})
+        place = tuple(report[name] for name in names) if all(name in report for name in names) else None
+        return cls(data["step"], data["epoch"], data["loss"], data["samples"], event.time, place)
 
     def epochs(self) -> Floats:
         """How many epochs were done after each step; a step of which that is not known counts for the whole of its epoch."""
@@ -166,7 +175,7 @@ def thinned(values: Floats, points: int = POINTS) -> Floats:
 
 def attempts(run: RunDir) -> list[Path]:
     """Rank 0's event files, the first attempt's first."""
-    found = {path.name.split(".")[1]: path for path in run.events.glob("rank-00000.*.jsonl")}
+    found = {path.name.split(".")[1]: path for path in run.events.glob("rank-00000.*.jsonl") if path.is_file()}
     return [found[number] for number in sorted((number for number in found if number.isdigit()), key=int)]
 
 
@@ -205,8 +214,7 @@ def _scan(path: Path, begin: float | None) -> Losses:
 
 
 def _val_loss(line: bytes) -> tuple[float, float] | None:
-    try:
-        data = json.loads(line)["data"]
-        return float(data["step"]), float(data["values"]["val_loss"])
-    except (ValueError, KeyError, TypeError):  # cut, damaged, or a validation without a loss
+    event = parse(line)
+    if event is None or event.kind != "validation" or "val_loss" not in event.data["values"]:
         return None
+    return float(event.data["step"]), float(event.data["values"]["val_loss"])

@@ -29,6 +29,7 @@ STATE_COLOURS = {"starting": "#646c76", "running": "#2b6bd8", "finished": "#1f7a
 PHASE_COLOURS = {"data": "#e0a526", "forward": "#4285f4", "backward": "#9166d6", "sync": "#e2604f", "optimizer": "#35a27b"}
 WARNING, ERROR = "#d08a1d", "#dc4638"
 MOST_BARS = 6
+SHORT_CODE = 40
 
 
 def tag(name: str, content: str, style: str = "", **attributes: str) -> str:
@@ -48,8 +49,9 @@ def quiet(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Something to write, escaped."""
-    return tag("code", escape(text), f"{MONO};color:inherit;background:{LINE};padding:1px 5px;border-radius:3px")
+    """Something to write, escaped; a short one stays in one line."""
+    whole = ";white-space:nowrap" if len(text) <= SHORT_CODE else ""
+    return tag("code", escape(text), f"{MONO};color:inherit;background:{LINE};padding:1px 5px;border-radius:3px{whole}")
 
 
 def heading(title: str, aside: str = "") -> str:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 from nbddp.errors import ConfigError
 from nbddp.kernel.chosen import chosen
 from nbddp.kernel.entry import RunEntry, read_entry
+from nbddp.kernel.table import MOST_LETTERS
 from nbddp.kernel.text import bytes_text, short_id
-from nbddp.rundir import RunDir, delete_runs, prune_runs, run_dirs
+from nbddp.rundir import RunDir, run_dirs
+from nbddp.runpruning import delete_runs, prune_runs
 from nbddp.tabular import text_table
+from nbddp.visible import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +50,7 @@ class Pruned:
         lines = []
         if done:
             what = "would be deleted; --no-dry-run deletes them:" if self.dry_run else "deleted:"
-            rows = [(f"  {run.id}", run.state, bytes_text(run.size), " ".join((run.note or "").split())) for run in done]
+            rows = [(f"  {run.id}", run.state, bytes_text(run.size), one_line(run.remark, MOST_LETTERS)) for run in done]
             lines = [f"{len(done)} run{'s' if len(done) > 1 else ''} ({size}) {what}", *text_table(rows[0], rows[1:], left=4).splitlines()]
         for heir, parent in self.heirs.items():
             if parent not in self.failed:

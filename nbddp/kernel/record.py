@@ -18,7 +18,8 @@ def number(value: object) -> float | None:
 
 def started(spec: dict[str, Any]) -> float | None:
     """Unix time at which the run was asked for."""
-    return number((spec.get("times") or {}).get("requested")) or number(spec.get("created"))
+    requested: float | None = spec.get("times", {}).get("requested") or spec.get("created")
+    return requested
 
 
 def duration_s(spec: dict[str, Any], until: float | None) -> float | None:

@@ -151,10 +151,15 @@ class Run(Trained):
             raise ConfigError(message)
         path = self._files.log(rank)
         try:
-            return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            if path.is_file():
+                return path.read_text(encoding="utf-8", errors="replace")
+            why = "it is no file" if path.exists() else ""
         except OSError as error:
-            damage = f"logs/{path.name} can't be read: {error.strerror}"
-            raise self._files.unreadable(damage) from None
+            why = str(error.strerror)
+        if why:
+            damage = f"logs/{path.name} can't be read: {why}"
+            raise self._files.unreadable(damage)
+        return ""
 
     def stacks(self) -> Stacks:
         """Where each live rank is right now: its Python stacks, by rank."""

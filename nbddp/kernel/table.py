@@ -20,8 +20,10 @@ from nbddp.kernel.record import number
 from nbddp.kernel.sortable import sorting
 from nbddp.kernel.table_html import runs_html
 from nbddp.kernel.text import bytes_text, clock_text, count_text, short_id, value_text
-from nbddp.rundir import RunDir, prune_runs, run_dirs
-from nbddp.tabular import FONT, Table
+from nbddp.rundir import RunDir, run_dirs
+from nbddp.runpruning import prune_runs
+from nbddp.tabular import FONT, Table, pad
+from nbddp.visible import columns, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +59,8 @@ ORDERS = {
     "size": Order(lambda row: row.size, ascends=False),
 }
 """By the names of the columns."""
+MOST_LETTERS = 80
+"""Of a note, and of the value of an option, in text."""
 RIGHT = ("duration", "loss", "steps", "size")
 """Columns of numbers, in text."""
 
@@ -113,7 +117,7 @@ class RunTable(Table[RunEntry]):
         best = ""
         if row.best is not None:
             name, value, epoch = row.best
-            best = f"{name} {value_text(value)}" + (f" (epoch {epoch})" if epoch is not None else "")
+            best = f"{one_line(name, MOST_LETTERS)} {value_text(value)}" + (f" (epoch {epoch})" if epoch is not None else "")
         return (
             row.id,
             row.state,
@@ -125,16 +129,16 @@ class RunTable(Table[RunEntry]):
             "" if row.loss is None else value_text(row.loss),
             "" if row.step is None else count_text(row.step),
             bytes_text(row.size),
-            " ".join((row.note or "").split()),
-            ", ".join(f"{name}={plain_text(value)}" for name, value in row.differs.items()),
+            one_line(row.remark, MOST_LETTERS),
+            ", ".join(f"{one_line(name, MOST_LETTERS)}={one_line(plain_text(value), MOST_LETTERS)}" for name, value in row.differs.items()),
         )
 
     def __repr__(self) -> str:
         """What may be long comes last, so that it pushes nothing aside; what no run has is left out."""
         if not self._rows:
             return self.EMPTY
-        columns = [(name, *cells) for name, cells in zip(self.HEADER, zip(*map(self._cells, self._rows), strict=True), strict=True) if any(cells)]
-        padded = [[(str.rjust if cells[0] in RIGHT else str.ljust)(cell, max(map(len, cells))) for cell in cells] for cells in columns]
+        filled = [(name, *cells) for name, cells in zip(self.HEADER, zip(*map(self._cells, self._rows), strict=True), strict=True) if any(cells)]
+        padded = [[pad(cell, max(map(columns, cells)), right=cells[0] in RIGHT) for cell in cells] for cells in filled]
         return "\n".join([*("  ".join(line).rstrip() for line in zip(*padded, strict=True)), self.summary()])
 
     def _repr_html_(self) -> str:
@@ -160,7 +164,10 @@ def _comparable(value: object) -> tuple[int, float, str] | None:
     """The value of an option such that any two can be compared: numbers before words."""
     if value is None:
         return None
-    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, plain_text(value))
+    try:
+        return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, plain_text(value))
+    except OverflowError:  # a number that no option takes
+        return None
 
 
 def _places(rows: Sequence[RunEntry], order: Order) -> list[int | None]:
@@ -209,7 +216,7 @@ class CheckpointTable(Table[CheckpointEntry]):
         rows = []
         for event in events:
             path = run.checkpoints / Path(str(event["file"])).name
-            with contextlib.suppress(FileNotFoundError):  # pruned, perhaps just now
+            with contextlib.suppress(OSError):  # pruned, perhaps just now
                 size = path.stat().st_size
                 rows.append(CheckpointEntry(str(event["name"]), path, int(event["epoch"]), int(event["step"]), number(event.get("value")), size))
         return cls(rows)

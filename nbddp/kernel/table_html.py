@@ -13,11 +13,16 @@ from nbddp.kernel import markup
 from nbddp.kernel.entry import plain_text
 from nbddp.kernel.flow_table import Column, flow_table, options_html, two_lines
 from nbddp.kernel.text import bytes_text, clock_text, count_text, short_id, value_text
+from nbddp.visible import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbddp.kernel.entry import RunEntry
+
+
+MOST_LETTERS = 1_000
+"""Of a note, and of the value of an option."""
 
 
 def _run(row: RunEntry) -> str:
@@ -34,7 +39,7 @@ def _best(row: RunEntry) -> str:
     if row.best is None:
         return ""
     name, value, epoch = row.best
-    return two_lines(escape(value_text(value)), name + (f", epoch {epoch}" if epoch is not None else ""))
+    return two_lines(escape(value_text(value)), one_line(name, MOST_LETTERS) + (f", epoch {epoch}" if epoch is not None else ""))
 
 
 def _duration(row: RunEntry) -> str:
@@ -47,11 +52,11 @@ def _loss(row: RunEntry) -> str:
 
 
 def _differs(row: RunEntry) -> str:
-    return options_html((name, plain_text(value)) for name, value in row.differs.items())
+    return options_html((one_line(name, MOST_LETTERS), one_line(plain_text(value), MOST_LETTERS)) for name, value in row.differs.items())
 
 
 def _note(row: RunEntry) -> str:
-    return escape(row.note or "")
+    return escape(one_line(row.remark, MOST_LETTERS))
 
 
 _COLUMNS: tuple[tuple[Column, Callable[[RunEntry], str]], ...] = (
@@ -72,5 +77,5 @@ _WITH_NOTES: tuple[tuple[Column, Callable[[RunEntry], str]], ...] = (
 
 def runs_html(rows: Sequence[RunEntry]) -> str:
     """The table."""
-    columns = _WITH_NOTES if any(row.note for row in rows) else _COLUMNS
+    columns = _WITH_NOTES if any(row.remark for row in rows) else _COLUMNS
     return flow_table([column for column, _ in columns], [[shown(row) for _, shown in columns] for row in rows])

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 import math
 
-
-def value_text(value: float) -> str:
-    """A loss or a metric in four significant digits: ``0.2314``, ``1234``, ``1.2e-05``, ``nan``."""
-    if not math.isfinite(value):
-        return str(float(value))
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return f"{value:.3g}"
+from nbddp.numerals import value_text as value_text
 
 
 def count_text(value: float) -> str:

@@ -54,7 +54,17 @@ class Trained(ABC):
 
     @property
     def spec(self) -> dict[str, Any]:
-        return self._spec
+        """What the run was asked for, with all that its weights are used by.
+
+        Raises:
+            UnreadableRun: where some of that is missing.
+        """
+        return self._files.used_spec(self._spec)
+
+    @property
+    def _stages(self) -> list[dict[str, Any]]:
+        """The plans of the stages; an empty one where nothing is known of them."""
+        return self._spec.get("plan", {}).get("stages") or [{}]
 
     @property
     def checkpoints(self) -> CheckpointTable:
@@ -96,11 +106,11 @@ class Trained(ABC):
         if isinstance(which, nn.Module):
             message = "run.load takes one module and one checkpoint, and was given two modules"
             raise ConfigError(message)
-        ended = self._files.read_result() is not None
+        ended = self._files.ended
         try:
             landed = weights.load_into(target, self._files, _plain(which))
         except CheckpointError as error:
-            if given is None and (known := self._name_of(target)) != self._spec["model_name"]:
+            if given is None and (known := self._name_of(target)) != self._model_name:
                 error.add_note(known)
             raise
         if target is self._model and ended:  # a look at weights in the making does not replace those of the end
@@ -109,13 +119,18 @@ class Trained(ABC):
         print(f"{name or self._name_of(target)}: {landed.at} of run {self.id}{swapped}")  # noqa: T201 - says what was written into the user's model
         return target
 
+    @property
+    def _model_name(self) -> str:
+        """How the notebook called the model."""
+        return str(self._spec.get("model_name") or "the model")
+
     def _name_of(self, target: nn.Module) -> str:
         """What a model is called in words; one that was bundled may have lost its name to another object since."""
         from nbddp.kernel.binding import is_bound
 
         if target is not self._model:
             return type(target).__name__
-        name = str(self._spec["model_name"])
+        name = self._model_name
         if is_bound(name, target):
             return name
         return f'{name} (the object that was bundled; {self.called}.load("last", {name}) loads into the one of that name now)'
@@ -223,7 +238,7 @@ class Trained(ABC):
 
         with self._lock:
             pending, self._load_pending = self._load_pending, False
-        which = weights.chosen(self.config, patient=self._spec["plan"]["stages"][-1].get("patience") is not None)
+        which = weights.chosen(self.config, patient=self._stages[-1].get("patience") is not None)
         if not pending or self._model is None:
             return None
         weights.remember_initial(self._model, self._files)
@@ -235,19 +250,24 @@ class Trained(ABC):
         if which is None:
             self._holds = f"{name} is unchanged, as asked; {self.called}.load() loads the last checkpoint"
             return self._holds
+        state = self._follower.state
         try:
             landed = weights.load_into(self._model, self._files, which)
         except CheckpointError as error:
-            self._holds = f"{name} is unchanged: {error}"
+            self._holds = f"{name} is unchanged: {weights.nothing_of(self._files, state) or error}"
             return self._holds
-        monitor = self._spec["plan"]["stages"][self._follower.state.stage]["monitor"]
-        self._holds = weights.holds_line(name, which, landed, self._follower.state, monitor, self.called)
+        monitor = str(self._stages[min(state.stage, len(self._stages) - 1)].get("monitor", "value"))
+        self._holds = weights.holds_line(name, landed, state, monitor, self.called)
         return self._holds
 
     def say_weights_wait(self) -> None:
         """For a run in the background that has ended: its card says that the model is as it was."""
+        from nbddp.kernel import weights
+
         if self._load_pending and self.state != "failed":
-            self._holds = f"{self._spec['model_name']} is as it was: {self.called}.wait() or {self.called}.load() loads the weights"
+            nothing = weights.nothing_of(self._files, self._follower.state)
+            waits = f"is as it was: {self.called}.wait() or {self.called}.load() loads the weights"
+            self._holds = f"{self._model_name} {f'is unchanged: {nothing}' if nothing else waits}"
 
     def trains(self, model: nn.Module) -> bool:
         """Whether this run goes on and was started with this very object."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbddp.contents import MESSAGE_LETTERS, MESSAGE_LINES, TRACEBACK_LETTERS, TRACEBACK_LINES
+from nbddp.visible import excerpt
 from nbddp.worker.errors import ReplicasDiffer
 from nbddp.worker.trace import Place, error_places, message_of, render
 
@@ -20,6 +22,11 @@ _TRANSPORT = re.compile(r"\bgloo/|\bProcessGroup(Gloo|NCCL|Wrapper)?\b|\bNCCL er
 _WORKER_GONE = re.compile(r"DataLoader worker \(pid.+\) (is killed by signal|exited unexpectedly)")
 """torch notices a loader worker's end by a signal, and raises wherever the rank is at that moment."""
 _LOST = re.compile(r"Connection (was )?(closed|reset|refused) by peer|Broken pipe|Timed out waiting|Socket Timeout|timeout caused pair closure", re.IGNORECASE)
+
+
+NAME_LETTERS = 150
+MARGIN = 400
+"""Letters that may come to a message, such as the words for its rank, until it is shown."""
 
 
 def failure_record(error: BaseException, cells: Mapping[str, CellSource], phase: str) -> dict[str, Any]:
@@ -39,6 +46,17 @@ def failure_record(error: BaseException, cells: Mapping[str, CellSource], phase:
         "replicas": isinstance(error, ReplicasDiffer),
         "about_rank": error.rank if isinstance(error, ReplicasDiffer) else None,
         "exit_code": _exit_code(error),
+    }
+
+
+def shortened(record: dict[str, Any], log: Path) -> dict[str, Any]:
+    """The record with head and tail of what is long in it: a message may be of any length, and is repeated in results, cards and notebooks."""
+    whole = f"{log.parent.name}/{log.name}"
+    return {
+        **record,
+        "type": excerpt(record["type"], letters=NAME_LETTERS, lines=2),
+        "message": excerpt(record["message"], letters=MESSAGE_LETTERS - MARGIN, lines=MESSAGE_LINES - 2, whole=whole),
+        "traceback": excerpt(record["traceback"], letters=TRACEBACK_LETTERS - MARGIN, lines=TRACEBACK_LINES - 2, whole=whole),
     }
 
 

@@ -82,18 +82,19 @@ class Reporter:
         slowest = own.argmax(axis=0)
         data, aggregation = phases[:, :, DATA].max(axis=0), rows[:, :, AGGREGATION].max(axis=0)
         weight = rows[:, :, WEIGHT].sum(axis=0)
-        loss_sum = rows[:, :, LOSS].sum(axis=0)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):  # what is not finite is said once, by a message
+            loss_sum = rows[:, :, LOSS].sum(axis=0)
             loss = loss_sum / weight
             scalar_sums = rows[:, :, FIRST_SCALAR:].sum(axis=0)
             scalars = scalar_sums / weight[:, None]
         samples = [record.samples for record in records]
         means = self.means
         applied = np.array([record.applied for record in records])
-        means.loss_sum += float(loss_sum[applied].sum())
-        means.weight += float(weight[applied].sum())
-        for index, name in enumerate(self.names):
-            means.scalar_sums[name] = means.scalar_sums.get(name, 0.0) + float(scalar_sums[applied, index].sum())
+        with np.errstate(all="ignore"):
+            means.loss_sum += float(loss_sum[applied].sum())
+            means.weight += float(weight[applied].sum())
+            for index, name in enumerate(self.names):
+                means.scalar_sums[name] = means.scalar_sums.get(name, 0.0) + float(scalar_sums[applied, index].sum())
         means.times += np.array([data.sum(), network.sum(), aggregation.sum()])
         means.steps += len(records)
         means.samples += sum(samples)

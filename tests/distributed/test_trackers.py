@@ -19,6 +19,7 @@ from nbddp.config import TrainConfig
 from nbddp.events import Event, EventReader, EventWriter
 from nbddp.process import ProcessId
 from nbddp.rundir import RunDir
+from nbddp.state import PHASES
 from nbddp.worker import trackers as module
 from nbddp.worker.position import Position
 from nbddp.worker.tracker import GONE_S, values_of
@@ -91,6 +92,8 @@ class Tracked:
 def columns(steps):
     count = len(steps)
     times = {f"{name}_s": [0.001 * step for step in steps] for name in ("data", "forward", "backward", "sync", "optimizer", "network", "wait")}
+    times = {**times, "warmup": [0] * count, "slowest_rank": [0] * count}
+    phases = {f"{phase}_s": 0.001 for phase in PHASES}
     return {
         "step": steps,
         "epoch": [1] * count,
@@ -99,7 +102,7 @@ def columns(steps):
         "lr": [0.1] * count,
         "samples": [8] * count,
         "scalars": {"accuracy": [step / 100 for step in steps]},
-        "ranks": [{"rank": 0, "samples_per_s": 10.0}, {"rank": 1, "samples_per_s": 20.0}],
+        "ranks": [{"rank": 0, "samples_per_s": 10.0, **phases}, {"rank": 1, "samples_per_s": 20.0, **phases}],
         **times,
     }
 

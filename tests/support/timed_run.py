@@ -86,7 +86,7 @@ class TimedRun:
             **(facts or {}),
         }
         for rank in range(self.plan.nproc):
-            with_rank = EventWriter(self.folder / f"rank-{rank:05d}.1.jsonl", run="timed", rank=rank)
+            with_rank = EventWriter(self.folder / f"rank-{rank:05d}.1.jsonl", run="timed", rank=rank, attempt=1)
             with_rank.emit("started", device="cpu" if gpu is None else f"cuda:{rank}", backend=self.plan.backend)
             with_rank.close()
         self.emit("plan", **self.plan.to_json(), total_steps=self.plan.total_steps, epochs=self.plan.epochs)

@@ -99,4 +99,4 @@ def test_the_card_and_the_table_say_the_parent(tmp_path: Path) -> None:
     at = header.index("goes on from")
     assert row[at:].startswith(f"digits-{first.run_dir.id[-4:]} ")
     assert other[at:].startswith("   ")
-    assert f"digits-{first.run_dir.id[-4:]}</td>" in table._repr_html_()
+    assert f"from {first.run_dir.id[-4:]}</div>" in table._repr_html_()

@@ -171,12 +171,25 @@ def test_crc_option_of_the_user_is_left_as_it_was(tmp_path):
 
 
 def test_foreign_and_newer_files_are_refused(tmp_path):
-    from nbddp.bundle.archive import FORMAT, Archive
+    from nbddp.bundle.archive import FORMAT, VERSION, Archive
 
     torch.save({"weights": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"format": FORMAT, "version": 99}, tmp_path / "b.pt")
-    for name in ("a", "b"):
-        with pytest.raises(BundleError, match=r"is not a bundle that this version of nbddp reads; use the version that wrote it"):
+    torch.save([1, 2], tmp_path / "c.pt")
+    torch.save({"format": FORMAT, "version": VERSION, "streams": {}}, tmp_path / "d.pt")
+    (tmp_path / "e.pt").write_bytes(b"junk")
+    (tmp_path / "f.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-40])
+    (tmp_path / "g.pt").touch()
+    for name, said in (
+        ("a", "is not a bundle of nbddp"),
+        ("b", "is not a bundle that this version of nbddp reads; use the version that wrote it"),
+        ("c", "is not a bundle of nbddp"),
+        ("d", "is damaged: it lacks what a bundle holds"),
+        ("e", "is damaged, and no bundle any more"),
+        ("f", "is damaged, and no bundle any more"),
+        ("g", "is damaged, and no bundle any more"),
+    ):
+        with pytest.raises(BundleError, match=f"{name}.pt {said}"):
             Archive.read(tmp_path / f"{name}.pt")
 
 

@@ -268,7 +268,7 @@ def test_what_can_not_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = Run(other)
     run.follower.join()
     shutil.rmtree(other.path)
-    with pytest.raises(ConfigError, match=f"^run {other.id} can't be compared: {other.path} is gone$"):
+    with pytest.raises(ConfigError, match=f"^the directory of run {other.id} is gone: {other.path}$"):
         nbddp.compare(one.id, run)
 
 

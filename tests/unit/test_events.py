@@ -17,7 +17,7 @@ def test_what_is_written_is_read_once_in_order(tmp_path: Path) -> None:
     assert reader.poll() == []
     writer = EventWriter(tmp_path / "rank-00000.0.jsonl", run="r", rank=0)
     writer.emit("started", device="cpu")
-    writer.emit("steps", step=[1, 2], loss=[0.5, float("nan")])
+    writer.emit("of another version", step=[1, 2], loss=[0.5, float("nan")])
     first, second = reader.poll()
     assert (first.kind, first.seq, first.rank, first.data) == ("started", 0, 0, {"device": "cpu"})
     assert second.seq == 1

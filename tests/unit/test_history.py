@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 INTEGERS = {"step", "epoch", "stage", "samples", "slowest_rank"}
 
 
-def steps(events: EventWriter, first: int, count: int, loss: float = 1.0, /, **scalars: list[float]) -> None:
+def steps(events: EventWriter, first: int, count: int, loss: float = 1.0, /, *, epoch: int = 0, stage: int = 0, **scalars: list[float]) -> None:
     numbers = list(range(first, first + count))
-    rest = {name: [0.0] * count for name in STEP_COLUMNS if name not in ("step", "loss")}
-    events.emit("steps", **{**rest, "step": numbers, "loss": [loss] * count, "scalars": scalars})
+    rest = {name: [0 if name in INTEGERS | {"warmup"} else 0.0] * count for name in (*STEP_COLUMNS, "warmup") if name not in ("step", "loss")}
+    where = {"epoch": [epoch] * count, "stage": [stage] * count}
+    events.emit("steps", **{**rest, **where, "step": numbers, "loss": [loss] * count, "scalars": scalars})
 
 
 def test_the_names_are_there_before_anything_happened(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_an_epoch_that_a_stage_ended_within_stays(tmp_path: Path) -> None:
     steps(parent, 1, 7)
     epoch(parent, 1, 4)
     epoch(parent, 2, 7, whole=False)
-    child.emit("steps", step=[8], epoch=[3], stage=[1], loss=[1.0], lr=[0.1], samples=[4], wait_s=[0.0], slowest_rank=[0])
+    steps(child, 8, 1, epoch=3, stage=1)
     history = History(tmp_path / "b", [(tmp_path / "a", 7)])
     assert history.epochs["epoch"].tolist() == [1, 2]
     epoch(child, 3, 8)

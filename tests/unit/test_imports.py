@@ -32,7 +32,13 @@ CONTRACT = [
     "failure",
     "process",
     "deathguard",
+    "contents",
+    "shapes",
+    "numerals",
+    "runname",
+    "runpruning",
     "errors",
+    "visible",
 ]
 
 # Imports every module of a package as well, without those that run as programs.

@@ -130,9 +130,9 @@ def test_runs_are_listed_in_the_order_in_which_they_were_made(root):
 
 def test_the_first_result_stands(root):
     run = RunDir.create(root, "net")
-    assert run.write_result({"state": "finished"}) is True
-    assert run.write_result({"state": "failed"}) is False
-    assert run.read_result() == {"state": "finished"}
+    assert run.write_result({"state": "finished", "time": 1.0}) is True
+    assert run.write_result({"state": "failed", "time": 2.0}) is False
+    assert run.read_result() == {"state": "finished", "time": 1.0}
     assert [path.name for path in run.path.iterdir() if path.is_file()] == ["result.json"]
 
 
@@ -147,3 +147,47 @@ def test_runs_are_found_by_a_part_of_their_id_that_is_theirs_alone(root):
     for nothing in ("", "x" * 300, "~nobody-of-this-name"):
         with pytest.raises(ConfigError, match=f"no run {nothing} in"):
             find_run(nothing, root)
+
+
+@pytest.mark.parametrize(
+    "name, slug",
+    [
+        ("My Net!", "my_net"),
+        ("Модель 2", "модель_2"),
+        ("实验", "实验"),
+        ("Ελληνικά/../x", "ελληνικά_x"),
+        ("हिन्दी", "हिन्दी"),
+        ("e\u0301te\u0301", "été"),
+        ("a-b.c", "a_b_c"),
+        ("☃ \x1b[2J\u202e", "2j"),
+        ("///", "run"),
+        ("数" * 100, "数" * 32),
+    ],
+)
+def test_names_of_any_script_are_those_of_runs(root, name, slug):
+    run = RunDir.create(root, name)
+    assert run.id.split("-")[2] == slug
+    assert [found.path for found in run_dirs(root)] == [run.path]
+    assert find_run(slug, root).path == run.path
+    assert find_run(run.id.encode().decode(), root).path == run.path
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EILSEQ, "Illegal byte sequence"), UnicodeEncodeError("ascii", "é", 0, 1, "no")])
+def test_where_a_file_system_takes_plain_letters_alone_names_are_of_these(root, monkeypatch, error):
+    make = type(root).mkdir
+
+    def mkdir(path, *args, **kwargs):
+        if not path.name.isascii():
+            raise error
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(type(root), "mkdir", mkdir)
+    assert RunDir.create(root, "été net").id.split("-")[2] == "t_net"
+    assert RunDir.create(root, "实验").id.split("-")[2] == "run"
+
+
+def test_folders_that_are_not_named_as_runs_are_are_none(root):
+    root.mkdir()
+    for name in ("data", "20261130-000000--aaaa", "20261130-000000-a b-aaaa", "20261130-000000-<b>-aaaa", "20261130-000000-x-AAAA", "x-20261130-000000-x-aaaa"):
+        (root / name).mkdir()
+    assert run_dirs(root) == []

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from nbddp.events import EventWriter
 from nbddp.kernel import sketch
 from nbddp.kernel.sketch import PIECE, POINTS, WHOLE, Sketch
 from support.fake_run import FakeRun, finished
@@ -97,7 +98,10 @@ def test_a_later_attempt_replaces_what_it_repeats(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, epochs=2, steps_per_epoch=4, report_steps=2)
     run.start()
     run.train(6, losses=[6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
-    run.run_dir.rank_events(0, 1).write_bytes(b'{"time":1.0,"kind":"steps","data":{"step":[5],"epoch":[1],"loss":[9.0]}}\n')
+    later = EventWriter(run.run_dir.rank_events(0, 1), run=run.run_dir.id, rank=0, attempt=1)
+    run.step = 4
+    later.emit("steps", **run._columns(1, [9.0]))
+    later.close()
     assert Sketch.of(run.run_dir) == Sketch((1, 2, 3, 4, 5), (6.0, 5.0, 4.0, 3.0, 9.0))
     run.end()
 

@@ -261,7 +261,7 @@ def test_an_option_and_its_value_stay_on_one_line_and_long_ones_break() -> None:
     html = RunTable([entry("a", differs={"base_batch_size": 48, "norm": long, "lr": 1e-4}, note="two\nlines <b>")])._repr_html_()
     spans = re.findall(r'<span style="margin-right:9px;([^"]+)"><span style="[^"]+">(\w+)=</span>', html)
     assert spans == [("white-space:nowrap", "base_batch_size"), ("overflow-wrap:anywhere", "norm"), ("white-space:nowrap", "lr")]
-    assert "two\nlines &lt;b&gt;" in html
+    assert "two lines &lt;b&gt;" in html
     text = repr(RunTable([entry("a", note="two\nlines")]))
     assert len(text.splitlines()) == 3
 

@@ -89,3 +89,15 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"caf\xe9 \xff\xfe\nz\xc3\xb6\n")
     assert Tail(path).lines() == ["caf� ��", "zö"]
+
+
+def test_what_the_ranks_write_by_themselves_is_no_print_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.log"
+    ours = "Process group initialised: backend=gloo, rank=0, world_size=2\nTrain Epoch: 1 [1/2]\nValidation Epoch: 1   val_loss: 0.5\n"
+    path.write_text(ours + "mine\n")
+    assert Tail(path).lines() == ["mine"]
+    assert len(Tail(path, omit=()).lines()) == 4
+
+
+def test_directions_of_writing_are_written_out() -> None:
+    assert rendered("\u202egnp.exe \u2066x") == r"\u202egnp.exe \u2066x"

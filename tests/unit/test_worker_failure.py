@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nbddp.bundle import CellSource
+from nbddp.contents import EVENTS, MESSAGE_LETTERS, TRACEBACK_LETTERS
 from nbddp.evaluation.errors import StepError
 from nbddp.evaluation.step import step_from_loss
 from nbddp.worker.errors import ReplicasDiffer
-from nbddp.worker.failure import failure_record, is_collective
+from nbddp.worker.failure import failure_record, is_collective, shortened
 from nbddp.worker.trace import render
 
 CELL = "/tmp/ipykernel_1/2345.py"
@@ -244,3 +245,17 @@ def test_a_stop_iteration_in_a_generator_of_ours_has_its_line():
     error.__traceback__ = None  # as if only our frames were there
     record = failure_record(error, cells(), "data")
     assert (record["type"], record["cell"], record["line"]) == ("RuntimeError", 7, 3)
+
+
+def test_of_a_long_message_head_and_tail_are_written_down_and_the_log_has_the_whole(tmp_path):
+    source = "def training_step(model, batch):\n    raise ValueError('begin ' + 'x' * 200_000 + '\\n' * 3000 + ' end')\n"
+    record = failure_record(cell_error(source, "training_step", None, None), cells(source), "forward")
+    assert len(record["traceback"]) > 200_000
+    short = shortened(record, tmp_path / "logs" / "rank-00003.log")
+    for name, letters in (("message", MESSAGE_LETTERS), ("traceback", TRACEBACK_LETTERS)):
+        assert len(short[name]) < letters
+        assert " characters left out, whole in logs/rank-00003.log ..." in short[name]
+        assert short[name].endswith(" end")
+    assert short["message"].startswith("begin x")
+    assert {**record, "message": short["message"], "traceback": short["traceback"]} == short
+    assert EVENTS["failed"].take(short) == short, "nothing more is left out where it is read"

@@ -14,7 +14,8 @@ from nbddp.events import EventReader, EventWriter
 from nbddp.worker import position, telemetry
 from nbddp.worker.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, SYNC, CpuClock, CudaClock, _Ready
 from nbddp.worker.position import Heartbeat, Position
-from nbddp.worker.telemetry import STOP_ASKED, StepRecord, Telemetry
+from nbddp.worker.report import Reporter
+from nbddp.worker.telemetry import FIRST_SCALAR, LOSS, STOP_ASKED, WEIGHT, Gathered, StepRecord, Telemetry
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"), "gloo", None)
 
@@ -333,3 +334,19 @@ def test_a_heartbeat_tells_where_the_rank_is_until_it_is_stopped(tmp_path, monke
     assert last.data["memory"] > 1 << 20
     assert not any(thread.name == "nbddp-heartbeat" for thread in threading.enumerate())
     events.close()
+
+
+def test_losses_that_are_infinite_both_ways_are_said_by_a_message_alone(tmp_path):
+    events = EventWriter(tmp_path / "rank-00000.0.jsonl", run="r", rank=0)
+    reporter = Reporter(events, rank=0, world_size=2)
+    reporter.begin_stage(samples_per_epoch=8, on_nan="warn", scaled=False)
+    reporter.names = ("scalar",)
+    rows = np.zeros((2, 2, FIRST_SCALAR + 1))
+    rows[:, :, WEIGHT] = 4
+    rows[:, :, LOSS] = rows[:, :, FIRST_SCALAR] = [[np.inf, 1e308], [-np.inf, 1e308]]
+    records = [StepRecord(step, 1, 0, 0.1, 8, 4, warmup=False, applied=True, sums=(), times=None, aggregation_s=0.0) for step in (1, 2)]
+    reporter(Gathered(records, rows, [0, 0]))  # a warning of numpy's would be an error here, and a line of the user's log there
+    events.close()
+    message, steps = EventReader(tmp_path).poll()
+    assert message.data["text"].startswith("step 1: the loss of rank 0 is not finite")
+    assert np.isnan(steps.data["loss"][0])
