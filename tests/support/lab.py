@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,11 +97,13 @@ class LabNotebook:
         self.page.keyboard.press("Escape")
         self.menu("File", "Save Notebook")
         deadline = time.monotonic() + 20
-        while self.path.stat().st_mtime_ns == before:
+        while True:
+            if self.path.stat().st_mtime_ns != before:
+                with suppress(nbformat.reader.NotJSONError):  # it is being written
+                    notebook: nbformat.NotebookNode = nbformat.read(self.path, as_version=4)
+                    return notebook
             assert time.monotonic() < deadline, f"{self.path.name} was not written within 20 s of File, Save Notebook"
             self.page.wait_for_timeout(50)
-        notebook: nbformat.NotebookNode = nbformat.read(self.path, as_version=4)
-        return notebook
 
     def screenshot(self, name: str, of: Locator | None = None) -> Path:
         """Write artefacts/NAME.png, of the page or of one element, and return its path."""
