@@ -184,7 +184,7 @@ net = make()
     assert "norm=layer is refused for transform.transforms.0.hyper.1.0 (and 1 more)" in said
     assert "would let output" in said
     assert "--norm sync and --norm none work there" in said
-    assert "1: a lazy layer knows its channels after its first batch" in refused(nb, "-n 2 --norm layer", name="lazy")
+    assert "lazy[1]: LazyBatchNorm1d has no shapes yet" in refused(nb, "-n 2 --norm layer", name="lazy")
     assert "the pattern 3 matches no BatchNorm layer. The names are 1, 4" in refused(nb, "-n 2 --norm 3=layer")
     assert "norm=laier must be one of auto, keep, sync" in refused(nb, "-n 2 --norm laier")
     said = refused(nb, "-n 2 --norm none", body=f"{LOSS}\nstages = [nbddp.Stage('a', epochs=1), nbddp.Stage('b', epochs=1, freeze='1.*')]")
