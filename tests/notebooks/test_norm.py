@@ -255,7 +255,9 @@ def test_a_name_that_stands_for_another_object_by_now_is_not_said_to_hold_the_we
     nb.run("net = make()", check=True)
     train(nb, "-n 2 --norm keep")
     nb.run("old = net\nnet = make()\nbefore = copy.deepcopy(net.state_dict())", check=True)
-    assert nb.run("_ = run.load('last')", check=True).text.startswith('net (the object that was bundled; run.load("last", net) loads into the one of that name now): epoch 2')
+    assert nb.run("_ = run.load('last')", check=True).text.startswith(
+        'net (the object that was bundled; run.load("last", net) loads into the one of that name now): epoch 2'
+    )
     assert nb.eval("all(torch.equal(before[name], value) for name, value in net.state_dict().items())")
     assert nb.run("%ddp_load net", check=True).text.startswith("net: epoch 2 of run")
     assert nb.eval("apart(net, old)") == 0
