@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import linecache
@@ -72,6 +73,7 @@ def running(folder: Path) -> Iterator[Shell]:
     config.InteractiveShell.colors = "nocolor"
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance(config=config)
+    atexit.unregister(shell.atexit_operations)  # else each of hundreds of shells collects all garbage when the tests are over
     try:
         yield Shell(shell)
     finally:
