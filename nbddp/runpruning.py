@@ -11,7 +11,8 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from nbddp.rundir import release_data, run_dirs
+from nbddp.rundir import run_dirs
+from nbddp.staged import release_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

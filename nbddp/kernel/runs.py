@@ -14,8 +14,9 @@ from nbddp.errors import ConfigError
 from nbddp.kernel.run import Run
 from nbddp.kernel.table import RunTable
 from nbddp.process import ProcessId
-from nbddp.rundir import find_run, release_data
+from nbddp.rundir import find_run
 from nbddp.runroot import run_root
+from nbddp.staged import release_data
 
 if TYPE_CHECKING:
     from torch import nn

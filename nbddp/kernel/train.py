@@ -32,7 +32,8 @@ from nbddp.kernel.view import View, in_kernel, open_view
 from nbddp.launch import local
 from nbddp.launch.order import Order
 from nbddp.process import ProcessId
-from nbddp.rundir import RunDir, data_lock, release_data
+from nbddp.rundir import RunDir
+from nbddp.staged import data_lock, release_data
 from nbddp.version import __version__
 
 if TYPE_CHECKING:

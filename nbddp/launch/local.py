@@ -17,7 +17,8 @@ from nbddp.launch.progress import Progress, last_words
 from nbddp.launch.scratch import remove_scratch
 from nbddp.launch.standby import Standby
 from nbddp.process import ProcessId
-from nbddp.rundir import RunDir, release_data
+from nbddp.rundir import RunDir
+from nbddp.staged import release_data
 
 if TYPE_CHECKING:
     from nbddp.launch.order import Order

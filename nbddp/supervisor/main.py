@@ -21,7 +21,8 @@ from nbddp.failure import Failure
 from nbddp.launch.progress import Progress, last_words
 from nbddp.launch.scratch import make_scratch
 from nbddp.process import ProcessId
-from nbddp.rundir import RunDir, release_data
+from nbddp.rundir import RunDir
+from nbddp.staged import release_data
 from nbddp.supervisor.fork_server import start_fork_server
 from nbddp.supervisor.preload import NICENESS
 from nbddp.supervisor.signals import Signals

@@ -26,6 +26,7 @@ CONTRACT = [
     "remedies",
     "events",
     "rundir",
+    "staged",
     "runroot",
     "state",
     "window",

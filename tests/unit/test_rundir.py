@@ -10,7 +10,8 @@ import pytest
 
 from nbddp.errors import ConfigError
 from nbddp.process import ProcessId
-from nbddp.rundir import RunDir, data_lock, find_run, private_folder, release_data, run_dirs
+from nbddp.rundir import RunDir, find_run, private_folder, run_dirs
+from nbddp.staged import data_lock, release_data
 
 DIGEST = "0123456789" * 4
 

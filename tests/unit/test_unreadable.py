@@ -17,8 +17,9 @@ import nbddp
 from nbddp.errors import ConfigError, NbddpError, UnreadableRun
 from nbddp.kernel.run import Run
 from nbddp.process import ProcessId
-from nbddp.rundir import RunDir, find_run, release_data, run_dirs
+from nbddp.rundir import RunDir, find_run, run_dirs
 from nbddp.runpruning import delete_runs
+from nbddp.staged import release_data
 from nbddp.visible import columns
 from support.damage import damage
 from support.fake_run import FakeRun, finished
