@@ -5,7 +5,7 @@ Fields that are not named are left as they are: a later version may have written
 
 from __future__ import annotations
 
-from nbddp.shapes import LATEST_S, Anything, ListOf, MapOf, Maybe, OneOf, Real, Record, Shape, Shown, Text, Truth, Whole
+from nbddp.shapes import LATEST_S, TEXT, TRUTH, Anything, ListOf, MapOf, Maybe, OneOf, Real, Record, Shape, Shown, Whole
 from nbddp.window import PHASES
 
 MESSAGE_LETTERS, MESSAGE_LINES = 4_000, 40
@@ -16,7 +16,7 @@ SUPERVISOR = -1
 MOST_RANKS = 4096
 
 TERMINAL = ("finished", "stopped", "failed")
-_COUNT, _NUMBER, _SECONDS, _TRUTH, _TEXT, _LABEL = Whole(), Real(), Real(finite=True), Truth(), Text(), Shown(200, 2)
+_COUNT, _NUMBER, _SECONDS, _LABEL = Whole(), Real(), Real(finite=True), Shown(200, 2)
 _TIME = Real(finite=True, least=0.0, most=LATEST_S)
 _RANK, _ANY_RANK = Whole(most=MOST_RANKS - 1), Whole(least=SUPERVISOR, most=MOST_RANKS - 1)
 _SIGNED = Whole(least=-(1 << 31), most=1 << 31)
@@ -32,7 +32,7 @@ _STAGE: dict[str, Shape] = {
     "index": _COUNT,
     "name": _LABEL,
     **dict.fromkeys(("batch_size", "per_rank_batch_size", "micro_batch_size", "accumulate"), Whole(least=1)),
-    "default_batch_size": _TRUTH,
+    "default_batch_size": TRUTH,
     "steps_per_epoch": _COUNT,
     "dropped": _COUNT,
     "epochs": Maybe(_COUNT),
@@ -40,8 +40,8 @@ _STAGE: dict[str, Shape] = {
     "lr": Maybe(_SECONDS),
     "scaled_lr": _LABEL,
     "precision": _LABEL,
-    "default_precision": _TRUTH,
-    "compile": _TRUTH,
+    "default_precision": TRUTH,
+    "compile": TRUTH,
     "monitor": _LABEL,
     "patience": Maybe(_COUNT),
     "besides": Shown(),
@@ -63,41 +63,41 @@ _PLAN: dict[str, Shape] = {
     "warnings": ListOf(Shown()),
 }
 _INTERPRETER: dict[str, Shape] = {
-    "sys_path": ListOf(_TEXT),
-    "cwd": _TEXT,
+    "sys_path": ListOf(TEXT),
+    "cwd": TEXT,
     "default_dtype": OneOf(("float32", "float64", "float16", "bfloat16")),
-    "default_device": _TEXT,
-    "float32_matmul_precision": Maybe(_TEXT),
+    "default_device": TEXT,
+    "float32_matmul_precision": Maybe(TEXT),
 }
 SPEC = Record(
     {
-        "run": _TEXT,
-        "name": Maybe(_TEXT),
+        "run": TEXT,
+        "name": Maybe(TEXT),
         "model_name": Shown(200, 2),
         "model_type": Shown(200, 2),
         "data_name": Shown(200, 2),
         "val_name": Maybe(Shown(200, 2)),
-        "hooks": ListOf(_TEXT),
+        "hooks": ListOf(TEXT),
         "config": _OBJECT,
         "plan": Record(_PLAN),
         "plan_line": Shown(),
         "remarks": ListOf(Shown()),
         "note": Maybe(Shown(20_000, 200)),
-        "host": _TEXT,
+        "host": TEXT,
         "kernel": Maybe(_PROCESS),
-        "visible_devices": _TEXT,
+        "visible_devices": TEXT,
         "created": _TIME,
         "times": Record({"requested": _TIME, "bundled": Maybe(_TIME)}, needed=("requested",)),
-        "cell": Maybe(Record({"number": Maybe(_COUNT), "source": _TEXT})),
-        "data": ListOf(Record({"hash": _TEXT}, needed=("hash",))),
-        "parent": Maybe(_TEXT),
-        "resume": Maybe(_TEXT),
+        "cell": Maybe(Record({"number": Maybe(_COUNT), "source": TEXT})),
+        "data": ListOf(Record({"hash": TEXT}, needed=("hash",))),
+        "parent": Maybe(TEXT),
+        "resume": Maybe(TEXT),
         "resume_step": Maybe(_COUNT),
-        "resume_best": Maybe(_TEXT),
+        "resume_best": Maybe(TEXT),
         "interpreter": Record(_INTERPRETER),
         "matmul_precision": OneOf(("highest", "high", "medium")),
-        "norm": Maybe(MapOf(_TEXT)),
-        "initial": Maybe(_TEXT),
+        "norm": Maybe(MapOf(TEXT)),
+        "initial": Maybe(TEXT),
     }
 )
 OPENED = SPEC.needing("config", "plan_line", "times")
@@ -118,7 +118,7 @@ USED = OPENED.needing(
 
 _ERROR = Record(
     {
-        "kind": _TEXT,
+        "kind": TEXT,
         "message": _MESSAGE,
         "rank": Maybe(_ANY_RANK),
         "type_name": _LABEL,
@@ -148,13 +148,13 @@ RESULT = Record(
 
 EVENT = Record(
     {
-        "run": _TEXT,
+        "run": TEXT,
         "rank": _ANY_RANK,
         "attempt": _COUNT,
         "seq": _COUNT,
         "time": _TIME,
         "mono": _SECONDS,
-        "kind": _TEXT,
+        "kind": TEXT,
         "data": Record({}),
     },
     needed=("run", "rank", "seq", "time", "mono", "kind"),
@@ -185,7 +185,7 @@ _VALUED = Record({**_AT, "values": _VALUES, "duration_s": _SECONDS}, needed=("st
 EVENTS: dict[str, Record] = {
     "started": Record({"device": _LABEL, "backend": _LABEL, "process": _PROCESS}),
     "plan": Record({**_PLAN, "line": Shown(), "total_steps": Maybe(_COUNT), "epochs": Maybe(_COUNT)}),
-    "phase": Record({"phase": _LABEL, "first_step": _TRUTH}),
+    "phase": Record({"phase": _LABEL, "first_step": TRUTH}),
     "steps": Record(
         {
             **_COLUMNS,
@@ -201,7 +201,7 @@ EVENTS: dict[str, Record] = {
         alike=(*_COLUMNS, "network_s", "overflow", "scalars"),
     ),
     "epoch": Record(
-        {**_AT, "loss": _NUMBER, "duration_s": _SECONDS, "values": _VALUES, "samples": _COUNT, "whole": _TRUTH},
+        {**_AT, "loss": _NUMBER, "duration_s": _SECONDS, "values": _VALUES, "samples": _COUNT, "whole": TRUTH},
         needed=("epoch", "step", "stage", "loss", "duration_s"),
     ),
     "validation": _VALUED,
@@ -216,7 +216,7 @@ EVENTS: dict[str, Record] = {
             "lr": Maybe(_SECONDS),
             "precision": _LABEL,
             "trainable": _COUNT,
-            "float32": _TRUTH,
+            "float32": TRUTH,
             "batch_norm": _COUNT,
             "synced_norm": _COUNT,
             "matmul_precision": _LABEL,
@@ -227,7 +227,7 @@ EVENTS: dict[str, Record] = {
         needed=("stage", "name", "step"),
     ),
     "checkpoint": Record(
-        {"name": _LABEL, "file": _LABEL, **_AT, "value": Maybe(_NUMBER), "bytes": _COUNT, "removed": ListOf(_TEXT)},
+        {"name": _LABEL, "file": _LABEL, **_AT, "value": Maybe(_NUMBER), "bytes": _COUNT, "removed": ListOf(TEXT)},
         needed=("name", "file", "epoch", "step"),
     ),
     "message": Record({"level": _LABEL, "text": Shown()}, needed=("text",)),
@@ -238,7 +238,7 @@ EVENTS: dict[str, Record] = {
             "type": _LABEL,
             "message": _MESSAGE,
             "traceback": _TRACEBACK,
-            "file": Maybe(_TEXT),
+            "file": Maybe(TEXT),
             **dict.fromkeys(("cell", "line"), Maybe(_COUNT)),
             **dict.fromkeys(("about_rank", "exit_code"), Maybe(_SIGNED)),
         }

@@ -111,25 +111,19 @@ class Real:
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
-    """true or false."""
+class Exactly:
+    """A value of one type, as it is."""
 
-    def take(self, value: Any) -> bool:
-        if not isinstance(value, bool):
-            rule = "true or false"
-            raise Misfit(rule, value)
+    kind: type
+    rule: str
+
+    def take(self, value: Any) -> Any:
+        if not isinstance(value, self.kind):
+            raise Misfit(self.rule, value)
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text, as it is."""
-
-    def take(self, value: Any) -> str:
-        if not isinstance(value, str):
-            rule = "a text"
-            raise Misfit(rule, value)
-        return value
+TRUTH, TEXT = Exactly(bool, "true or false"), Exactly(str, "a text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +134,7 @@ class Shown:
     lines: int = 40
 
     def take(self, value: Any) -> str:
-        if not isinstance(value, str):
-            rule = "a text"
-            raise Misfit(rule, value)
-        return visible(excerpt(value, letters=self.letters, lines=self.lines))
+        return visible(excerpt(TEXT.take(value), letters=self.letters, lines=self.lines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from nbddp.shapes import LARGEST, Anything, ListOf, MapOf, Maybe, Misfit, OneOf, Real, Record, Shape, Shown, Text, Truth, Whole
+from nbddp.shapes import LARGEST, TEXT, TRUTH, Anything, ListOf, MapOf, Maybe, Misfit, OneOf, Real, Record, Shape, Shown, Whole
 
 COUNTS = ListOf(Whole())
-PERSON = Record({"name": Text(), "age": Maybe(Whole(most=150)), "marks": MapOf(ListOf(Real()))}, needed=("name",))
+PERSON = Record({"name": TEXT, "age": Maybe(Whole(most=150)), "marks": MapOf(ListOf(Real()))}, needed=("name",))
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ PERSON = Record({"name": Text(), "age": Maybe(Whole(most=150)), "marks": MapOf(L
         (COUNTS, [], []),
         (COUNTS, [1, 2], [1, 2]),
         (ListOf(Real()), [1, 0.5, "inf"], [1, 0.5, math.inf]),
-        (Truth(), False, False),
+        (TRUTH, False, False),
         (Shown(), "a\x07", r"a\x07"),
         (OneOf(("a", "b")), "b", "b"),
-        (Maybe(Text()), None, None),
+        (Maybe(TEXT), None, None),
         (MapOf(Real()), {"x\x1b": 1.0}, {r"x\x1b": 1.0}),
         (MapOf(Real(), but=frozenset({"step"})), {"x": 1.0, "step": "nonsense"}, {"x": 1.0}),
         (PERSON, {"name": "a", "later": {}, "marks": {"x": ["inf"]}}, {"name": "a", "later": {}, "marks": {"x": [math.inf]}}),
@@ -55,12 +55,12 @@ def test_nan_is_a_number() -> None:
         (ListOf(Real(finite=True)), [1.0, math.inf], "must be a finite number, and is inf"),
         (COUNTS, [1, "2"], "must be a whole number of at least 0, and is '2'"),
         (COUNTS, {}, "must be a list, and is an object"),
-        (ListOf(Text(), least=1), [], "must be a list of at least 1, and is a list"),
-        (Text(), None, "must be a text, and is null"),
+        (ListOf(TEXT, least=1), [], "must be a list of at least 1, and is a list"),
+        (TEXT, None, "must be a text, and is null"),
         (Shown(), 3, "must be a text, and is 3"),
-        (Truth(), 1, "must be true or false, and is 1"),
+        (TRUTH, 1, "must be true or false, and is 1"),
         (OneOf(("a", "b")), [], "must be one of a, b, and is a list"),
-        (MapOf(Text()), [], "must be an object, and is a list"),
+        (MapOf(TEXT), [], "must be an object, and is a list"),
         (PERSON, "text\x1b", r"must be an object, and is 'text\x1b'"),
         (PERSON, {}, "name must be there, and is missing"),
         (PERSON, {"name": "a", "age": 151}, "age must be a whole number from 0 to 150, and is 151"),
