@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbddp.curve import Curve
 from nbddp.window import PHASES as PHASES
-from nbddp.window import Window
+from nbddp.window import Block, Window
 
 if TYPE_CHECKING:
     from nbddp.events import Event
@@ -99,7 +99,7 @@ class Report:
 
 @dataclass(slots=True)
 class RunState:
-    """Everything a view shows, bounded in size. Feed it with `fold`."""
+    """Everything a view shows, bounded in size. Feed it with `fold`. `steady` is all steps of the run without warm-up, `window` the recent ones."""
 
     state: State = "starting"
     phase: str = "starting"
@@ -123,13 +123,9 @@ class RunState:
     compile_s: float = 0.0
     stage_facts: dict[str, Any] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
-    phase_sums_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    slow_counts: dict[int, int] = field(default_factory=dict)
-    wait_sum_s: float = 0.0
-    samples: int = 0
+    steady: Block = field(default_factory=Block)
     samples_per_s: float = 0.0
     steps_per_s: float = 0.0
-    warm_steps: int = 0
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     messages: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
@@ -243,17 +239,9 @@ def _steps(state: RunState, event: Event) -> None:
     state.window = state.window.add(columns)
     state.overflows += sum(columns.get("overflow", ()))
     warm = [index for index, flag in enumerate(columns["warmup"]) if not flag]
-    for phase in PHASES:
-        values = columns[f"{phase}_s"]
-        state.phase_sums_s[phase] += sum(values[index] for index in warm)
-    state.warm_steps += len(warm)
-    for index in warm:
-        rank = columns["slowest_rank"][index]
-        state.slow_counts[rank] = state.slow_counts.get(rank, 0) + 1
-        state.wait_sum_s += columns["wait_s"][index]
+    state.steady += Block.of(columns, warm)
     state.step, state.epoch, state.stage = steps[-1], columns["epoch"][-1], columns["stage"][-1]
     state.lr = float(columns["lr"][-1])
-    state.samples += sum(columns["samples"])
     if warm:
         _rate(state, columns, warm)
         if state._first is None:
@@ -397,8 +385,6 @@ _CONTAINERS = (
     "epochs",
     "validated",
     "lowest",
-    "phase_sums_s",
-    "slow_counts",
     "checkpoints",
     "messages",
     "failures",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,14 +47,15 @@ class Block:
     recompiles: int = 0
 
     @classmethod
-    def of(cls, columns: Mapping[str, Any], recompiles: int) -> Block:
-        """The steps of a report."""
-        steps = len(columns["step"])
+    def of(cls, columns: Mapping[str, Any], places: Sequence[int] | None = None, *, recompiles: int = 0) -> Block:
+        """The steps of a report, or those at some places of it."""
+        chosen = range(len(columns["step"])) if places is None else places
+        steps = len(chosen)
         return cls(
             steps=steps,
-            phases_s=tuple(sum(columns[f"{phase}_s"]) for phase in PHASES),
-            wait_s=sum(columns["wait_s"]),
-            slowest=Counter(columns["slowest_rank"]),
+            phases_s=tuple(sum(columns[f"{phase}_s"][place] for place in chosen) for phase in PHASES),
+            wait_s=sum(columns["wait_s"][place] for place in chosen),
+            slowest=Counter(columns["slowest_rank"][place] for place in chosen),
             ranks_s={row["rank"]: tuple(steps * float(row[f"{phase}_s"]) for phase in PHASES) for row in columns.get("ranks", ())},
             starved=steps * float(columns.get("starved", 0.0)),
             recompiles=recompiles,
@@ -128,7 +129,7 @@ class Window:
         recompiles = max(0, compiled - self._compiled)
         if any(columns["warmup"]):
             return replace(before, total=replace(before.total, recompiles=before.total.recompiles + recompiles), _compiled=compiled)
-        report = Block.of(columns, recompiles)
+        report = Block.of(columns, recompiles=recompiles)
         block, blocks = before._open + report, before.blocks
         if block.steps >= BLOCK_STEPS and block.seconds >= BLOCK_S:
             block, blocks = Block(), (*blocks, block)[-BLOCKS:]

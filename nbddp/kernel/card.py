@@ -126,7 +126,7 @@ def _facts(run_dir: RunDir, state: RunState) -> list[tuple[str, str]]:
         facts += _values(state)
     if state.samples_per_s:
         facts.append(("throughput", f"{rate_text(state.samples_per_s)} samples/s · {rate_text(state.steps_per_s)} steps/s"))
-    if len(state.ranks) > 1 and (slowest := markup.slowest_text(state.slow_counts, state.wait_sum_s / max(1, state.warm_steps))):
+    if len(state.ranks) > 1 and (slowest := markup.slowest_text(state.steady)):
         facts.append(("slowest", slowest))
     if state.checkpoints:
         facts.append(("checkpoints", ", ".join(_checkpoint(entry) for entry in state.checkpoints)))
@@ -200,11 +200,6 @@ def _notes(state: RunState) -> list[tuple[str, str]]:
     return [(str(message.get("level", "info")), str(message.get("text", ""))) for message in state.messages][-NOTES:]
 
 
-def _mean_phases(state: RunState) -> dict[str, float]:
-    """Mean duration of each phase over the run's steps, warm-up left out; empty where there were no others."""
-    return {phase: total / state.warm_steps for phase, total in state.phase_sums_s.items()} if state.warm_steps else {}
-
-
 def _html(
     run_dir: RunDir,
     state: RunState,
@@ -228,7 +223,7 @@ def _html(
     if png is not None:
         source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
         parts.append(f'<img alt="loss over steps" src="{source}" style="width:100%;max-width:640px;height:auto;margin:8px 0 2px">')
-    phases = _mean_phases(state)
+    phases = state.steady.times_s
     if any(phases.values()):
         parts += [markup.heading(f"Where a step's {seconds_text(sum(phases.values()))} go"), markup.phase_bar(phases), markup.phase_legend(phases)]
     parts.append(markup.div(html_table((), [(markup.quiet(key), escape(value)) for key, value in facts], left=2, wrap=True), "margin-top:8px"))
@@ -253,7 +248,7 @@ def _text(
     holds: str | None,
 ) -> str:
     lines = [f"{short_id(run_dir.id)}: {state.state} · {headline}" if headline else f"{short_id(run_dir.id)}: {state.state}", plan_line]
-    phases = _mean_phases(state)
+    phases = state.steady.times_s
     if whole := sum(phases.values()):
         shares = ", ".join(f"{phase} {share_text(phases[phase], whole)}" for phase in PHASES)
         facts = [*facts[:-1], ("a step", f"{seconds_text(whole)}: {shares}"), facts[-1]]

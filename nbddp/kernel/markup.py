@@ -137,13 +137,13 @@ def _swatch(phase: str) -> str:
     return tag("span", "", style)
 
 
-def slowest_text(slow_counts: Mapping[int, int], wait_s: float) -> str:
+def slowest_text(steps: Block) -> str:
     """Which rank is the slowest most often, and how long the fastest waits for the slowest; empty where no rank is."""
-    if not slow_counts:
+    if not steps.slowest:
         return ""
-    rank = max(slow_counts, key=lambda known: (slow_counts[known], -known))
-    share = share_text(slow_counts[rank], sum(slow_counts.values()))
-    return f"rank {rank} is the slowest in {share} of the steps; the fastest waits {seconds_text(wait_s)} for it"
+    rank = max(steps.slowest, key=lambda known: (steps.slowest[known], -known))
+    share = share_text(steps.slowest[rank], steps.steps)
+    return f"rank {rank} is the slowest in {share} of the steps; the fastest waits {seconds_text(steps.wait_s / steps.steps)} for it"
 
 
 def window_bars(window: Window) -> str:

@@ -96,7 +96,7 @@ def _where(state: RunState, recent: Block) -> str:
     columns = {f"last {count_text(recent.steps)} steps": recent.times_s}
     if total.steps > recent.steps:
         columns[f"all {count_text(total.steps)}" + (" of this stage" if len(state.stages) > 1 else "")] = total.times_s
-    slowest = markup.slowest_text(recent.slowest, recent.wait_s / recent.steps) if len(recent.ranks_s) > 1 else ""
+    slowest = markup.slowest_text(recent) if len(recent.ranks_s) > 1 else ""
     bars = markup.div(markup.window_bars(state.window), "flex:1 1 420px;min-width:0")
     table = markup.div(markup.phase_table(columns), "flex:0 1 auto;min-width:0")
     both = markup.div(bars + table, "display:flex;flex-wrap:wrap;gap:6px 28px;align-items:flex-start")

@@ -110,7 +110,7 @@ def test_a_slow_rank_is_named_and_what_the_others_wait_is_told(training, phase):
     state = RunState()
     for event in result.events:
         state.fold(event)
-    assert state.slow_counts[1] > state.slow_counts.get(0, 0)
+    assert state.steady.slowest[1] > state.steady.slowest.get(0, 0)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

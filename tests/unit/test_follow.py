@@ -64,8 +64,8 @@ def no_process() -> ProcessId:
 
 
 def same(a: RunState, b: RunState) -> bool:
-    return (a.step, a.state, a.epochs, a.checkpoints, a.train_curve.y, a.val_curve.y, a.ranks, a.phase_sums_s) == (
-        (b.step, b.state, b.epochs, b.checkpoints, b.train_curve.y, b.val_curve.y, b.ranks, b.phase_sums_s)
+    return (a.step, a.state, a.epochs, a.checkpoints, a.train_curve.y, a.val_curve.y, a.ranks, a.steady.phases_s) == (
+        (b.step, b.state, b.epochs, b.checkpoints, b.train_curve.y, b.val_curve.y, b.ranks, b.steady.phases_s)
     )
 
 

@@ -75,7 +75,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     best = min(state.epochs, key=lambda record: record.values["val_loss"])
     assert (state.lowest["val_loss"].epoch, state.lowest["val_loss"].value) == (best.epoch, best.values["val_loss"])
     assert state.validated == state.epochs[-1].values
-    assert max(state.slow_counts, key=lambda rank: state.slow_counts[rank]) == 1
+    assert max(state.steady.slowest, key=lambda rank: state.steady.slowest[rank]) == 1
     assert sorted(state.ranks) == [0, 1]
     assert all(row.finished and row.device == "cpu" and row.memory > 0 and set(row.times_s) == set(PHASES) for row in state.ranks.values())
     assert len(state.train_curve.x) <= CURVE_POINTS
@@ -92,8 +92,8 @@ def test_throughput_and_time_to_go_leave_warm_up_out_and_do_not_need_long_epochs
     assert state.steps_per_s == pytest.approx(100)
     assert state.samples_per_s == pytest.approx(800)
     assert state.eta_s == pytest.approx((1000 - 210) / 100)
-    assert state.warm_steps == 200
-    assert sum(state.phase_sums_s.values()) == pytest.approx(2.0)
+    assert state.steady.steps == 200
+    assert state.steady.seconds == pytest.approx(2.0)
 
 
 def test_time_to_go_counts_the_pauses_between_steps() -> None:
