@@ -35,6 +35,16 @@ def fork_server_of(run: RunDir) -> ProcessId:
     return process
 
 
+def ends_terminated_without_its_fork_server(supervised: Supervised) -> None:
+    """Suspend the process that tells of the ends of ranks, and that starts them; then stop and terminate."""
+    fork_server_of(supervised.run).send(signal.SIGSTOP)
+    supervised.run.ask("stop")
+    began = time.monotonic()
+    supervised.terminate()
+    result = result_of(supervised, 9, since=began)
+    assert (result["state"], result["error"], result["stop_reason"]) == ("stopped", None, "terminated")
+
+
 def test_a_lock_that_ranks_would_share_with_the_agent_is_never_taken(start: Callable[..., Supervised]) -> None:
     assert result_of(start("keep_lock"), 20)["state"] == "finished"
 
@@ -44,22 +54,12 @@ def test_ranks_whose_end_is_never_told(start: Callable[..., Supervised], do: str
     """The process that is to tell it is suspended: killed ranks stay as zombies, and the agent waits for ever."""
     supervised = start(do)
     stepping(supervised.run)
-    fork_server_of(supervised.run).send(signal.SIGSTOP)
-    supervised.run.ask("stop")
-    began = time.monotonic()
-    supervised.terminate()
-    result = result_of(supervised, 9, since=began)
-    assert (result["state"], result["error"], result["stop_reason"]) == ("stopped", None, "terminated")
+    ends_terminated_without_its_fork_server(supervised)
 
 
 def test_terminated_while_the_start_of_the_ranks_stands_still(start: Callable[..., Supervised]) -> None:
     supervised = start("go_on_deaf", nproc=8)
-    fork_server_of(supervised.run).send(signal.SIGSTOP)
-    supervised.run.ask("stop")
-    began = time.monotonic()
-    supervised.terminate()
-    result = result_of(supervised, 9, since=began)
-    assert (result["state"], result["error"], result["stop_reason"]) == ("stopped", None, "terminated")
+    ends_terminated_without_its_fork_server(supervised)
 
 
 def test_an_exit_code_after_the_supervisor_was_told_is_not_the_ranks_own(start: Callable[..., Supervised]) -> None:

@@ -94,7 +94,7 @@ def test_expressions_and_notes_come_back(model, data, val, loss, note):
         ({"norm": {"encoder.*": "sync", "head": "keep"}}, "--norm encoder.*=sync,head=keep"),
         ({"norm": {"a,b": "sync"}}, "--norm {'a,b': 'sync'}"),
         ({"wandb": {"project": "digits", "tags": ["a", "b"]}}, "--wandb project=digits,tags=a+b"),
-        ({"name": "my run", "run_root": Path("/tmp/a b")}, '--run-root "/tmp/a b" --name "my run"'),
+        ({"name": "my run", "run_root": Path("/data/a b")}, '--run-root "/data/a b" --name "my run"'),
         ({"name": 'it is "so"'}, "--name 'it is \"so\"'"),
         ({"name": ""}, '--name ""'),
         ({"name": "{n} $n"}, '--name "{{n}} {chr(36)}n"'),

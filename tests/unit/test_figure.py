@@ -15,18 +15,10 @@ from PIL import Image
 from nbddp.kernel.drawing import tick_texts
 from nbddp.kernel.figure import DPI, SIZE_IN, loss_figure, loss_png, wants_log
 from nbddp.state import RunState, StageRecord
+from support.curves import ODD, state_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def state_of(train: list[float], val: list[float] = ()) -> RunState:  # type: ignore[assignment] # an empty tuple is an empty list here
-    state = RunState()
-    for step, loss in enumerate(train):
-        state.train_curve.add(float(step), loss)
-    for index, loss in enumerate(val):
-        state.val_curve.add(100.0 * index, loss)
-    return state
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -65,19 +57,7 @@ def test_without_two_losses_there_is_nothing_to_draw(train: list[float]) -> None
     assert loss_png(state_of(train)) is None
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        [1.0] * 100,
-        [0.0] * 100,
-        [-1.0, -2.0, -3.0] * 30,
-        [1e30, 1e-30] * 50,
-        [math.nan, 1.0] * 100,
-        [1.0] * 40 + [math.nan] * 200,
-        [1e300, -1e300] * 40,
-        [1e9] + [1.0] * 300,
-    ],
-)
+@pytest.mark.parametrize("train", [*ODD, [1e300, -1e300] * 40, [1e9] + [1.0] * 300])
 def test_curves_of_all_kinds_are_drawn(train: list[float]) -> None:
     png = loss_png(state_of(train, [math.nan, 1.0]))
     assert png is not None
