@@ -23,6 +23,7 @@ from nbddp.kernel.entry import NOT_TOLD, RunEntry, plain_text, read_entry
 from nbddp.kernel.flow_table import Column, flow_table, options_html
 from nbddp.kernel.losses import AXES, LOSS, STEP, Losses
 from nbddp.kernel.table import MOST_LETTERS, RunTable
+from nbddp.kernel.table_html import best_html
 from nbddp.kernel.text import clock_text, count_text, short_id, value_text
 from nbddp.runroot import run_root
 from nbddp.tabular import FONT, text_table
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 PNG_BYTES = 60_000
 """How large the picture may be, which is in the notebook twice: for front ends that show HTML and for those that show pictures alone."""
 
-RESULTS = ("best", "lowest val_loss", "loss at the end", "steps", "duration")
+RESULTS = {"best": 122, "lowest val_loss": 92, "loss at the end": 92, "steps": 56, "duration": 66}
+"""With their widths in px: with one or two options that differ, all of them stand in a line in most notebooks."""
 FEW_OPTIONS = 3
 """As many options that differ have columns of their own; of more, those that are not the default share one."""
 DEFAULTS = "all at their default"
@@ -80,17 +82,19 @@ class Comparison:
     def _html(self, png: str) -> str:
         picture = f'<img alt="{escape(self._description())}" src="data:image/png;base64,{png}" style="width:100%;max-width:840px;height:auto;margin:4px 0">'
         several = len(self.options) > FEW_OPTIONS
-        options = [] if several else [Column((name,), 90) for name in self.options]
-        columns = [Column(("run",), 156), Column(("state",), 92), *options, *(Column((name,), 112, right=True) for name in RESULTS)]
+        options = [] if several else [Column((name,), 78) for name in self.options]
+        results = [Column((name,), width, right=True) for name, width in RESULTS.items()]
+        columns = [Column(("run",), 170), Column(("state",), 92), *options, *results]
         if several:
             columns.append(Column(("differs by",), 260, grows=True))
         rows = []
         for index, (run, cells) in enumerate(zip(self.runs, self._cells(), strict=True)):
             name = Look.of(index).swatch() + markup.tag("span", escape(short_id(run.id)), "font-weight:600", title=run.id)
             state = markup.tag("span", markup.badge(run.state), "white-space:nowrap")
-            told, results = map(escape, cells[1 : 1 + len(self.options)]), map(escape, cells[1 + len(self.options) :])
+            told, others = map(escape, cells[1 : 1 + len(self.options)]), map(escape, cells[2 + len(self.options) :])
+            shown = (best_html(run), *others)
             own = [(name, _option_text(values[index])) for name, values in self.options.items() if not _is_default(name, values[index])]
-            rows.append((name, state, *results, options_html(own) or markup.quiet(DEFAULTS)) if several else (name, state, *told, *results))
+            rows.append((name, state, *shown, options_html(own) or markup.quiet(DEFAULTS)) if several else (name, state, *told, *shown))
         table = flow_table(columns, rows)
         below = "".join(markup.div(markup.quiet(line), "margin-top:3px;font-size:12px;overflow-wrap:anywhere") for line in self._remarks())
         return markup.div(picture + table + below, FONT)

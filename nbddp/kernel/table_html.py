@@ -35,7 +35,8 @@ def _state(row: RunEntry) -> str:
     return two_lines(markup.tag("span", markup.badge(row.state), "white-space:nowrap"), bytes_text(row.size))
 
 
-def _best(row: RunEntry) -> str:
+def best_html(row: RunEntry) -> str:
+    """The best value of a run, and below it of what and when."""
     if row.best is None:
         return ""
     name, value, epoch = row.best
@@ -62,7 +63,7 @@ def _note(row: RunEntry) -> str:
 _COLUMNS: tuple[tuple[Column, Callable[[RunEntry], str]], ...] = (
     (Column(("run", "started"), 132), _run),
     (Column(("state", "size"), 96), _state),
-    (Column(("best",), 108, right=True), _best),
+    (Column(("best",), 122, right=True), best_html),
     (Column(("duration", "steps"), 102, right=True), _duration),
     (Column(("loss",), 100), _loss),
     (Column(("differs by",), 210, grows=True), _differs),
