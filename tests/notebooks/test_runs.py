@@ -223,6 +223,20 @@ def test_where_a_run_starts(nb, tmp_path):
     assert run_folders(nb) == there
 
 
+@pytest.mark.parametrize("state", ["finished", "failed"])
+def test_who_attaches_to_a_run_that_is_over_is_shown_the_card_of_its_cell(nb, other, state):
+    body = STEP if state == "finished" else "def training_step(model, batch):\n    raise ValueError('bad')"
+    cell = nb.run(f"%%ddp_train net samples --val held_out -n 2 --batch-size 64 --epochs 2\n{body}")
+    assert (cell.error is None) is (state == "finished")
+    (card,) = cell.shown("text/html")
+    run = run_folders(nb)[-1]
+    assert card in (run / "card.html").read_text()
+    assert nb.run(f"%ddp_attach {run.name}", check=True).shown("text/html") == [card]
+    without, holds = card.rsplit('<div style="margin-top:8px;font-weight:600">', 1)
+    assert holds.startswith("net")
+    assert other.run(f"%ddp_attach {run.name}", check=True).shown("text/html") == [f"{without}</div>"], "there is no net there that could hold anything"
+
+
 # -- lists and comparisons
 
 
