@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 CANNOT_WRITE = 74
 """Exit code (EX_IOERR of sysexits.h) of a rank that could not even write down why it failed."""
+_FATAL = {
+    "Aborted": signals.SIGABRT,
+    "Bus error": signals.SIGBUS,
+    "Floating point exception": signals.SIGFPE,
+    "Illegal instruction": signals.SIGILL,
+}
+"""What faulthandler calls the signals."""
 SHORT_OF_MEMORY = "if memory was short, the kernel's out-of-memory killer did it"
 
 
@@ -118,6 +125,18 @@ def verdict(ends: Sequence[RankEnd], *, memory_hint: str = SHORT_OF_MEMORY) -> F
         if found:
             return _describe(min(found, key=lambda end: end.time), memory_hint)
     return None
+
+
+def first_signal(exit_code: int | None, log: str) -> int | None:
+    """The exit code of a rank that crashed, as the first of its fatal signals would have made it; `log` is the end of what the rank printed.
+
+    On a fatal signal Python's faulthandler writes the stacks of all threads, and may crash itself over one that runs meanwhile. The rank then ends
+    by SIGSEGV, and its log has two fatal errors, the second without stacks.
+    """
+    errors = log.split("Fatal Python error: ")[1:]
+    if exit_code != -signals.SIGSEGV or len(errors) < 2 or "(most recent call first)" in errors[-1]:
+        return exit_code
+    return -_FATAL.get(errors[-2].partition("\n")[0], signals.SIGSEGV)
 
 
 def signal_name(number: int) -> str:

@@ -5,12 +5,14 @@ It waits for nothing that a rank may hold, and is the only one that signals rank
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING, Literal
 
 from nbddp.events import EventReader
-from nbddp.failure import Failure, RankEnd, signal_name, verdict
+from nbddp.failure import Failure, RankEnd, first_signal, signal_name, verdict
 from nbddp.launch.progress import Progress
 from nbddp.launch.stacks import stacks
 from nbddp.rundir import write_atomically
@@ -40,6 +42,9 @@ LATE_S = 4.0
 """The agent is given this long to see the end of ranks that are gone or were killed; it may wait for ever for one that took a lock with it."""
 DELETED_S = 1.0
 """A run directory is missing for this long before it counts as deleted: a network file system may be slow to tell."""
+_LAST_WORDS = 65536
+"""Bytes at the end of a rank's log: enough for the stacks of its threads and what a communication library printed before them."""
+_COLLECTIVE = re.compile("gloo::|ProcessGroup|NCCL")
 _KERNEL_EVERY_S = 0.2
 _MEMORY_EVERY_S = 1.0
 
@@ -122,21 +127,23 @@ class Watch:
             when = row.failed_time if row is not None and failed is not None else gone
             if self._cause is not None and when > self._ending:
                 failed = None
-            code = exits.get(rank)
             ours = self._cause is not None and gone > self._ending
             finished = row is not None and row.finished is not None
             phase = "" if row is None else row.phase
-            in_collective = code == -signal.SIGABRT and (phase in ("sync", "backward") or self._logged_collective(rank))
+            words = self._last_words(rank)
+            code = first_signal(exits.get(rank), words)
+            in_collective = code == -signal.SIGABRT and (phase in ("sync", "backward") or _COLLECTIVE.search(words[-4096:]) is not None)
             ends.append(RankEnd(rank, when, code, failed, finished, ours, in_collective))
         return ends
 
-    def _logged_collective(self, rank: int) -> bool:
-        """Whether the last words of a rank are those of a communication library."""
+    def _last_words(self, rank: int) -> str:
+        """The end of what a rank printed."""
         try:
-            tail = self._run_dir.log(rank).read_bytes()[-4096:].decode("utf-8", "replace")
+            with self._run_dir.log(rank).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_WORDS))
+                return log.read().decode("utf-8", "replace")
         except OSError:
-            return False
-        return any(word in tail for word in ("gloo::", "ProcessGroup", "NCCL"))
+            return ""
 
     def _tick(self, now: float) -> None:
         moved = self._read(now)

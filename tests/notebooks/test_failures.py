@@ -87,6 +87,40 @@ def test_the_rank_that_ended_first_is_named_and_where(nb, code, ename, said):
     assert escape(said.format(cell=cell.execution_count)) in (run_folders(nb)[-1] / "card.html").read_text()
 
 
+CRASH_OF_THE_DUMP = """
+import ctypes
+from ctypes import c_uint64, c_void_p
+
+def dangling_thread():
+    '''Adds a thread whose frames can't be read: faulthandler crashes over it. Its state points into itself where the frames are (Python 3.11).'''
+    interpreter, new = ctypes.pythonapi.PyInterpreterState_Get, ctypes.pythonapi.PyThreadState_New
+    interpreter.restype, new.restype, new.argtypes = c_void_p, c_void_p, [c_void_p]
+    state = new(interpreter())
+    words = (c_uint64 * 16).from_address(state)
+    frames = [index for index, word in enumerate(words) if state < word < state + 1024]
+    assert frames
+    for index in frames:
+        words[index] = 8
+
+calls = []
+def training_step(model, batch):
+    calls.append(1)
+    if rank() == 1 and len(calls) == 3:
+        Path("when").write_text(str(time.time()))
+        dangling_thread()
+        os.abort()
+    return step(model, batch)
+"""
+
+
+def test_a_crash_while_the_stacks_of_an_abort_are_written_is_an_abort(nb):
+    cell = nb.run(f"%%ddp_train net samples {ENDLESS}{CRASH_OF_THE_DUMP}")
+    log = (run_folders(nb)[-1] / "logs" / "rank-00001.log").read_text()
+    assert re.findall("Fatal Python error: (.*)", log) == ["Aborted", "Segmentation fault"]
+    assert "rank 1 was killed by signal 6 (SIGABRT): a crash in native code; its log may say where" in cell.error.traceback
+    assert nb.eval("(run.error.rank, run.error.signal)") == (1, 6)
+
+
 def test_a_run_that_had_a_checkpoint_says_how_to_load_it(nb):
     body = f"{ON_RANK_1}".replace("len(calls) == 3", "list(Path('nbddp_runs').glob('*-kept-*/checkpoints/last.pt'))").format(code="raise KeyError('sample')")
     cell = nb.run(f"%%ddp_train net samples {ENDLESS} --name kept --checkpoint-every '2 steps'{body}")

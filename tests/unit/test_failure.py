@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbddp.errors import HangDetected, LaunchError, OutOfMemory, ReplicaMismatch, RunFailed, WorkerError, WorkerLost
-from nbddp.failure import Failure, RankEnd, signal_name, verdict
+from nbddp.failure import Failure, RankEnd, first_signal, signal_name, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +51,37 @@ def killed(rank: int, number: int, time: float = 1.0, **more: Any) -> RankEnd:
 def test_precedence(ends: list[RankEnd], rank: int | None, kind: str | None) -> None:
     failure = verdict(ends)
     assert (rank, kind) == (None, None) if failure is None else (failure.rank, failure.kind) == (rank, kind)
+
+
+STACKS = """
+Thread 0x00007f7dc87ff6c0 (most recent call first):
+  File "cell", line 6 in training_step
+"""
+MODULES = "\n\nExtension modules: numpy.linalg._umath_linalg (total: 1)\n"
+ABORTED, SEGFAULT = "Fatal Python error: Aborted\n", "Fatal Python error: Segmentation fault\n"
+
+
+@pytest.mark.parametrize(
+    "exit_code, log, first",
+    [
+        (-11, f"loss: 1\n{ABORTED}{STACKS}{SEGFAULT}{MODULES}", -6),
+        (-11, f"{ABORTED}\n  File {SEGFAULT}{MODULES}", -6),  # in the middle of a line
+        (-11, f"{ABORTED}{STACKS}{SEGFAULT}", -6),
+        (-11, ABORTED.replace("Aborted", "Bus error") + SEGFAULT, -7),
+        (-11, f"{SEGFAULT}{STACKS}{SEGFAULT}{MODULES}", -11),
+        (-11, f"{SEGFAULT}{STACKS}{MODULES}", -11),
+        (-11, f"{ABORTED}{STACKS}{MODULES}{SEGFAULT}{STACKS}{MODULES}", -11),  # an aborted child of the rank, before the rank's own end
+        (-11, f"{SEGFAULT}{STACKS}{MODULES}{ABORTED}{SEGFAULT}{MODULES}", -6),
+        (-11, "", -11),
+        (-11, f"Aborted\n{SEGFAULT}", -11),
+        (-11, "Fatal Python error: none of these\n" + SEGFAULT, -11),
+        (-9, f"{ABORTED}{STACKS}{SEGFAULT}{MODULES}", -9),
+        (1, f"{ABORTED}{STACKS}{SEGFAULT}{MODULES}", 1),
+        (None, f"{ABORTED}{STACKS}{SEGFAULT}{MODULES}", None),
+    ],
+)
+def test_a_crash_while_the_stacks_are_written_is_not_the_first_signal(exit_code: int | None, log: str, first: int | None) -> None:
+    assert first_signal(exit_code, log) == first
 
 
 @pytest.mark.parametrize(
