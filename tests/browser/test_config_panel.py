@@ -269,7 +269,7 @@ def test_a_panel_whose_kernel_is_gone_leaves_a_text(lab: Lab) -> None:
     panel.get_by_label("batch_size", exact=True).fill("128")
     panel.get_by_text("128 = 2 x 64").wait_for()
     cell = "%%ddp_train net samples -n 2 --batch-size 128 --num-workers 2\nloss = criterion"
-    page.wait_for_function("([rest, cell]) => rest.querySelector('pre').textContent === cell", arg=[rest.element_handle(), cell])
+    page.wait_for_function("cell => document.querySelector('.nbddp-rest pre')?.textContent === cell", arg=cell)  # an update may replace the element
     book.save()
     book.menu("Kernel", "Restart Kernel\u2026")
     page.locator(".jp-Dialog .jp-mod-accept").click()
