@@ -127,7 +127,7 @@ def verdict(ends: Sequence[RankEnd], *, memory_hint: str = SHORT_OF_MEMORY) -> F
     return None
 
 
-def first_signal(exit_code: int | None, log: str) -> int | None:
+def exit_code_as_logged(exit_code: int | None, log: str) -> int | None:
     """The exit code of a rank that crashed, as the first of its fatal signals would have made it; `log` is the end of what the rank printed.
 
     On a fatal signal Python's faulthandler writes the stacks of all threads, and may crash itself over one that runs meanwhile. The rank then ends

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from nbddp.events import EventReader
-from nbddp.failure import Failure, RankEnd, first_signal, signal_name, verdict
+from nbddp.failure import Failure, RankEnd, exit_code_as_logged, signal_name, verdict
 from nbddp.launch.progress import Progress
 from nbddp.launch.stacks import stacks
 from nbddp.rundir import write_atomically
@@ -131,7 +131,7 @@ class Watch:
             finished = row is not None and row.finished is not None
             phase = "" if row is None else row.phase
             words = self._last_words(rank)
-            code = first_signal(exits.get(rank), words)
+            code = exit_code_as_logged(exits.get(rank), words)
             in_collective = code == -signal.SIGABRT and (phase in ("sync", "backward") or _COLLECTIVE.search(words[-4096:]) is not None)
             ends.append(RankEnd(rank, when, code, failed, finished, ours, in_collective))
         return ends

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbddp.errors import HangDetected, LaunchError, OutOfMemory, ReplicaMismatch, RunFailed, WorkerError, WorkerLost
-from nbddp.failure import Failure, RankEnd, first_signal, signal_name, verdict
+from nbddp.failure import Failure, RankEnd, exit_code_as_logged, signal_name, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,8 +80,8 @@ ABORTED, SEGFAULT = "Fatal Python error: Aborted\n", "Fatal Python error: Segmen
         (None, f"{ABORTED}{STACKS}{SEGFAULT}{MODULES}", None),
     ],
 )
-def test_a_crash_while_the_stacks_are_written_is_not_the_first_signal(exit_code: int | None, log: str, first: int | None) -> None:
-    assert first_signal(exit_code, log) == first
+def test_a_crash_while_the_stacks_are_written_is_not_the_exit_code_as_logged(exit_code: int | None, log: str, first: int | None) -> None:
+    assert exit_code_as_logged(exit_code, log) == first
 
 
 @pytest.mark.parametrize(
